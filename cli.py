@@ -1,0 +1,215 @@
+"""The command line that `bash run.sh` hands over to: the runs, and the small commands that use one part alone.
+
+    math [flags]                                     a run (whale.py); the same command again resumes it
+    eval math --harness FILE --model DIR             mean@n of one harness and one model on one split
+    check-harness math FILE                          the gates and probes on one harness file
+    sandbox FILE.py [--seconds 2 --mb 256]           one snippet as the Python tool runs it
+    verify math --cases FILE.jsonl                   verdicts on a file of cases
+    verify math --reply-file F --reference R         one verdict, and why
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from whale import CHOICES, PRESETS, ROOT, Config, Run, UsageError, load_splits, train_whale
+
+EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def add_config_flags(parser: argparse.ArgumentParser, domain: str | None = None) -> None:
+    """One flag a field of Config; a flag that is not given keeps the preset's value."""
+    for knob in fields(Config):
+        if knob.name == "domain":
+            if domain is None:
+                parser.add_argument("domain", choices=CHOICES["domain"])
+            continue
+        kind = {"int": int, "float": float, "str": str, "bool": parse_bool}[getattr(knob.type, "__name__", knob.type)]
+        parser.add_argument("--" + knob.name.replace("_", "-"), type=kind, default=None, choices=CHOICES.get(knob.name),
+                            help=f"default {knob.default!r}" if knob.default != "" else None)
+
+
+def parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give true or false")
+    return text.lower() == "true"
+
+
+def resolve_config(args: argparse.Namespace, domain: str) -> Config:
+    """Defaults, then the preset, then the flags."""
+    preset = args.preset or Config(domain=domain).preset
+    given = {knob.name: getattr(args, knob.name) for knob in fields(Config)
+             if knob.name != "domain" and getattr(args, knob.name) is not None}
+    cfg = Config(**{"domain": domain, **PRESETS[preset], **given, "preset": preset})
+    for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
+                        ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1)):
+        if getattr(cfg, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
+    return cfg
+
+
+def command_run(args: argparse.Namespace) -> int:
+    cfg = resolve_config(args, args.word)
+    run = Run(cfg)
+    if run.state.complete:
+        run.screen.log_path = None
+        run.screen.say(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir}")
+    else:
+        train_whale(run)
+    run.screen.show_end(json.loads((run.dir / "summary.json").read_text()), run.env.h0.read_text(),
+                        (run.dir / "final_harness.py").read_text(), run.dir)
+    return 0
+
+
+def open_parts(args: argparse.Namespace):
+    """Environment, splits, engine, sandbox and rollout settings for a command that uses one harness and one model."""
+    from engine import TransformersEngine
+    from sandbox import Sandbox
+    from whale import rollout_config
+
+    cfg = resolve_config(args, args.domain)
+    env, splits = load_splits(cfg)
+    source = read_file(args.harness)
+    engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
+    return cfg, env, splits, source, engine, Sandbox(waive=tuple(filter(None, cfg.waive.split(",")))), rollout_config(cfg)
+
+
+def read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8 text'}") from None
+
+
+def command_eval(args: argparse.Namespace) -> int:
+    import rollout
+    from harness_search import bootstrap_ci
+    from screen import Screen
+
+    cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
+    tasks, n = splits[args.split], args.n
+    with sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
+        traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg, lambda _: advance())
+    means = [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
+    key = hashlib.sha256(json.dumps([source, cfg.model, args.split, n, cfg.seed]).encode()).hexdigest()[:12]
+    path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
+    summary = rollout.summarise(traces)
+    show(args, {"mean": sum(means) / len(means), "ci95": list(bootstrap_ci(means, cfg.seed)), "n_tasks": len(tasks),
+                "n_ok": summary["n_ok"], "n_error": summary["n_error"], "n_killed": summary["n_killed"], "n_infra": 0,
+                "traces": str(path)})
+    return 0
+
+
+def command_check_harness(args: argparse.Namespace) -> int:
+    from harness_search import ForbiddenText, check_harness
+
+    cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
+    with sandbox:
+        probes = check_harness(source, env, engine, sandbox, splits["harness"][:2],
+                               ForbiddenText([task for tasks in splits.values() for task in tasks]), rollout_cfg,
+                               (cfg.seed, "check"))
+    passed = all(probe.passed for probe in probes)
+    show(args, {"passed": passed, "probes": [asdict(probe) for probe in probes]})
+    return 0 if passed else EXIT_REFUSED
+
+
+def command_sandbox(args: argparse.Namespace) -> int:
+    from sandbox import Limits, run_snippet
+
+    read_file(args.file)
+    show(args, run_snippet(Path(args.file), Limits(args.seconds, args.mb), tuple(filter(None, args.waive.split(",")))))
+    return 0
+
+
+def command_verify(args: argparse.Namespace) -> int:
+    from envs import ENVS, Task, verify_cases
+
+    if bool(args.cases) == bool(args.reply_file):
+        raise UsageError("verify: give either --cases FILE.jsonl, or --reply-file FILE with --reference TEXT")
+    if args.cases:
+        read_file(args.cases)
+        report = verify_cases(args.domain, Path(args.cases))
+        show(args, report)
+        return 0 if not report["misses"] else EXIT_REFUSED
+    if args.reference is None:
+        raise UsageError("verify: --reply-file needs --reference TEXT")
+    show(args, asdict(ENVS[args.domain]().verify(Task("", {}, args.reference, ""), read_file(args.reply_file))))
+    return 0
+
+
+def show(args: argparse.Namespace, result: dict) -> None:
+    """One JSON object and nothing else with --json; a line a key otherwise."""
+    if args.json:
+        print(json.dumps(result))
+        return
+    for key, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{key}:", *("  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value), sep="\n")
+        else:
+            print(f"{key}: {value}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+
+    def word(name: str, command, **kwargs) -> argparse.ArgumentParser:
+        sub = words.add_parser(name, allow_abbrev=False, **kwargs)
+        sub.set_defaults(command=command)
+        return sub
+
+    for domain in CHOICES["domain"]:
+        add_config_flags(word(domain, command_run, help="alternate weight and harness phases"), domain)
+    sub = word("eval", command_eval, help="mean@n of one harness and one model")
+    add_config_flags(sub)
+    sub.add_argument("--harness", required=True)
+    sub.add_argument("--split", choices=("train", "harness", "test"), default="test")
+    sub.add_argument("--n", type=int, default=8)
+    check = word("check-harness", command_check_harness, help="gates and probes on one harness file")
+    add_config_flags(check)
+    check.add_argument("harness", metavar="FILE")
+    box = word("sandbox", command_sandbox, help="run one snippet as the Python tool does")
+    box.add_argument("file")
+    box.add_argument("--seconds", type=float, default=2.0)
+    box.add_argument("--mb", type=int, default=256)
+    box.add_argument("--waive", default="")
+    verify = word("verify", command_verify, help="ask the verifier why")
+    verify.add_argument("domain", choices=CHOICES["domain"])
+    for flag in ("--cases", "--reply-file", "--reference"):
+        verify.add_argument(flag)
+    for command in (sub, check, box, verify):
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    from engine import ModelError
+    from envs import DataError
+    from rft import CheckpointError
+    from sandbox import SandboxUnavailable
+
+    try:
+        return args.command(args)
+    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable) as error:
+        print(f"run.sh: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
+    except KeyboardInterrupt:
+        print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        print(f"run.sh: {error.filename or ''}: {error.strerror}; what was finished is safe, the same command goes on",
+              file=sys.stderr)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""Runs harness programs against an engine as one continuous batch and records what happened, token by token.
+
+`run` starts n samples of a harness on each task. Whenever a program waits for the model its request is in the batch;
+there are no waves. A program's requests and their results are its trace; the ids that were sampled, and only they,
+carry loss (`Trace.sequences`).
+
+The batch does not depend on the clock: the next request of a program joins a fixed number of engine steps after its
+last reply, and the engine waits if a program or tool is not done by then. So tool time is hidden behind sampling, and
+the same seeds give the same tokens whatever the load of the machine and the number of sandbox workers.
+
+Differs from the paper: nothing that we know of; the paper does not say how its rollouts are scheduled.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+
+from jinja2 import TemplateError
+
+from engine import Completion, SamplingParams
+from envs import Task
+from sandbox import Event, Limits, Programs, Sandbox
+
+PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
+TOOL_STEPS = 2          # engine steps between a tool request and its result
+MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
+INFRA_TRIES = 3
+
+# Turns as labelled paragraphs, for a model that has no chat template.
+PLAIN_TEMPLATE = ("{{ bos_token or '' }}{% for m in messages %}"
+                  "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: ', 'tool': 'Output: '}[m.role] }}"
+                  "{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")
+PLAIN_STOP = ("\n\nUser:", "\n\nOutput:")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What a harness cannot change. Every arm of a comparison uses the same."""
+    temperature: float = 1.0
+    top_k: int = 20
+    top_p: float = 1.0
+    max_assistant_tok: int = 8192       # a rollout, over all its model calls
+    max_calls: int = 16                 # hard cap on model calls a rollout
+    n_live: int = 256                   # programs alive at once
+    n_workers: int = 1                  # sandbox processes that run them
+    tool_limits: Limits = Limits()
+    harness_limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training row: ids (T,) and mask (T,), True where the model sampled the token, so where it carries loss."""
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model call, token for token."""
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    finish: str
+
+
+@dataclass
+class Trace:
+    """One rollout tau: its requests and results, its tokens, its verdict."""
+    task_id: str
+    sample: int
+    harness_sha: str
+    version: int                                    # of the weights that sampled it
+    status: str = "ok"                              # "ok", "error", "killed", "infra"
+    end: str = ""                                   # why it ended, in words
+    reward: float = 0.0
+    why: str = ""                                   # the verifier's reason; never holds the reference
+    answered: bool = False                          # the last reply held something that the verifier could read
+    events: list[dict] = field(default_factory=list)        # {"request": ..., "result": ...}, in order
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def n_tok(self) -> int:
+        return sum(len(call.completion_ids) for call in self.calls)
+
+    @property
+    def n_prompt_tok(self) -> int:
+        return sum(len(call.prompt_ids) for call in self.calls)
+
+    @property
+    def n_tool_calls(self) -> int:
+        return sum(event["request"]["type"] != "generate" for event in self.events)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.calls) and self.calls[-1].finish == "length"
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it is trained on. A reply cut by a length limit is not, whatever stands in it."""
+        return self.status == "ok" and self.reward > 0.5 and not self.truncated
+
+    @property
+    def failure(self) -> str:
+        """Why it was not solved, as one word for counting; "solved" where it was."""
+        replies = [event["result"] for event in self.events if event["request"]["type"] == "generate"]
+        outputs = [event["result"] for event in self.events if event["request"]["type"] != "generate"]
+        if self.status != "ok":
+            return self.status
+        if self.reward > 0.5:
+            return "solved"
+        if not replies or self.truncated:
+            return "token_limit"
+        if replies[-1]["tool_calls"]:
+            return "call_limit"                     # still at work when the harness stopped
+        if "<tool_call>" in replies[-1]["content"]:
+            return "malformed_call"
+        if not self.answered:
+            return "no_answer_after_tool" if outputs else "no_answer"
+        if not outputs:
+            return "no_tool_wrong_answer"
+        return "wrong_answer" if outputs[-1].get("ok", True) else "tool_error"
+
+    def sequences(self) -> list[Sequence]:
+        """The training view: a call whose prompt is the sequence so far plus more, token for token, extends it; any
+        other starts a new sequence (a template that drops earlier thinking, a harness that rewrites its context)."""
+        rows: list[tuple[list[int], list[bool]]] = []
+        for call in self.calls:
+            if rows and list(call.prompt_ids[:len(rows[-1][0])]) == rows[-1][0]:
+                ids, mask = rows[-1]
+                new = call.prompt_ids[len(ids):]
+            else:
+                ids, mask, new = [], [], call.prompt_ids
+                rows.append((ids, mask))
+            ids += new
+            mask += [False] * len(new)
+            ids += call.completion_ids
+            mask += [True] * len(call.completion_ids)
+        return [Sequence(tuple(ids), tuple(mask)) for ids, mask in rows if any(mask)]
+
+    def to_json(self, with_ids: bool = False) -> dict:
+        row = {key: value for key, value in asdict(self).items() if key != "calls"}
+        row |= {"failure": self.failure, "n_tok": self.n_tok, "n_calls": len(self.calls)}
+        return row | ({"calls": [asdict(call) for call in self.calls]} if with_ids else {})
+
+
+def derive_seed(*coordinates: int | str) -> int:
+    """A 64-bit seed from a draw's coordinates (run, phase, step, task, sample, call)."""
+    return int.from_bytes(hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest(), "big")
+
+
+def parse_tool_calls(content: str, limit: int = MAX_TOOL_CALLS) -> list[dict]:
+    """The well-formed tool calls of a reply, after any thinking: {"name": str, "arguments": dict}.
+
+    Reads Qwen3's JSON form and Qwen3.5's <function=...><parameter=...> form; anything malformed is left out.
+    """
+    calls = []
+    for block in re.findall(r"<tool_call>(.*?)</tool_call>", content.rpartition("</think>")[2], re.DOTALL)[:limit]:
+        function = re.fullmatch(r"\s*<function=([\w.-]+)>(.*)</function>\s*", block, re.DOTALL)
+        if function:
+            pairs = re.findall(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
+            calls.append({"name": function[1], "arguments": dict(pairs)})
+            continue
+        try:
+            call = json.loads(block)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
+            calls.append({"name": call["name"], "arguments": call["arguments"]})
+    return calls
+
+
+class Prompter:
+    """Chat messages -> prompt ids, through the model's own template. Sampled text is never tokenised again."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.plain = tokenizer.chat_template is None
+        self.template = PLAIN_TEMPLATE if self.plain else tokenizer.chat_template
+        special = set(tokenizer.all_special_tokens) | {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
+        self.render = lru_cache(maxsize=4096)(self._render)
+        self.encode = lru_cache(maxsize=4096)(self._encode)
+
+    def defuse(self, text: str) -> str:
+        """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn."""
+        return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def _render(self, messages: str, tools: str) -> str:
+        return self.tokenizer.apply_chat_template(
+            json.loads(messages), tools=json.loads(tools), chat_template=self.template, tokenize=False,
+            add_generation_prompt=True)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def prompt(self, request: dict, said_text: str, said_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """-> prompt text and ids. Where the text begins with `said_text` (the last prompt and what the model said to
+        it), the ids of that part are the recorded ones."""
+        text = self.render(self.defuse(json.dumps(request["messages"])), self.defuse(json.dumps(request.get("tools"))))
+        if said_text and text.startswith(said_text):
+            return text, said_ids + self.encode(text[len(said_text):])
+        return text, self.encode(text)
+
+    def read(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str]:
+        """A completion's (full text, content): the content ends before the stop token or stop string."""
+        full = self.tokenizer.decode(completion.ids, skip_special_tokens=False)
+        ids = completion.ids
+        if completion.finish == "stop" and self.special.fullmatch(self.tokenizer.decode(ids[-1:])):
+            ids = ids[:-1]
+        content = self.tokenizer.decode(ids, skip_special_tokens=False)
+        cuts = [content.find(text) for text in stop if text in content]
+        return full, self.defuse(content[:min(cuts)] if cuts else content)
+
+
+@dataclass
+class Live:
+    """A program that has not ended."""
+    task: Task
+    trace: Trace
+    text: str = ""                      # last prompt and reply as text
+    ids: tuple[int, ...] = ()           # and as ids
+    stop: tuple[str, ...] = ()
+    request: dict | None = None         # the one it waits for
+
+
+def run(engine, env, sandbox: Sandbox, source: str, tasks: list[Task], n: int, seed: tuple[int | str, ...],
+        cfg: RolloutConfig, on_finish: Callable[[Trace], None] | None = None) -> list[Trace]:
+    """n rollouts of the harness `source` on each task -> traces in the order of (task, sample).
+
+    The number of traces is fixed before the run: programs that fail or are killed count, with reward 0. Rollouts lost
+    to our own machinery ("infra") are run again and never scored; RuntimeError after INFRA_TRIES.
+    """
+    batch = Batch(engine, env, sandbox, source, seed, cfg, on_finish)
+    wanted = [(task, sample) for task in tasks for sample in range(n)]
+    done: dict[tuple[str, int], Trace] = {}
+    for _ in range(INFRA_TRIES):
+        done |= {(trace.task_id, trace.sample): trace for trace in batch.run(wanted)}
+        wanted = [(task, sample) for task, sample in wanted if done[task.id, sample].status == "infra"]
+        if not wanted:
+            return [done[task.id, sample] for task in tasks for sample in range(n)]
+    reasons = Counter(trace.end for trace in done.values() if trace.status == "infra")
+    raise RuntimeError(f"{len(wanted)} rollouts failed {INFRA_TRIES} times for reasons of the machine, not of the model: "
+                       f"{reasons.most_common(1)[0][0]}. The run can be started again with the same command.")
+
+
+class Batch:
+    """The state of one continuous batch."""
+
+    def __init__(self, engine, env, sandbox, source, seed, cfg, on_finish):
+        self.engine, self.env, self.sandbox, self.source = engine, env, sandbox, source
+        self.seed, self.cfg, self.on_finish = seed, cfg, on_finish
+        self.sha = hashlib.sha256(source.encode()).hexdigest()
+        self.prompter = Prompter(engine.tokenizer)
+
+    def run(self, wanted: list[tuple[Task, int]]) -> list[Trace]:
+        self.engine.reset()
+        self.live: dict[int, Live] = {}
+        self.finished: list[Trace] = []
+        self.tick = 0
+        self.program_due: dict[int, list[int]] = defaultdict(list)      # tick -> programs whose request is taken then
+        self.tool_due: dict[int, list[int]] = defaultdict(list)         # tick -> programs whose tool result is
+        todo = deque(enumerate(wanted))
+        with closing(Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)) as self.programs:
+            while todo or self.live:
+                while todo and len(self.live) < self.cfg.n_live:
+                    program, (task, sample) = todo.popleft()
+                    self.live[program] = Live(task, Trace(task.id, sample, self.sha, self.engine.version))
+                    self.programs.start(program, task.fields, derive_seed(*self.seed, task.id, sample, "harness"))
+                    self.program_due[self.tick].append(program)
+                for program in self.program_due.pop(self.tick, []):
+                    self._take_event(program, self.programs.wait(program))
+                for program in self.tool_due.pop(self.tick, []):
+                    self._take_tool_result(program)
+                for completion in self.engine.step() if not self.engine.idle else []:
+                    self._take_completion(completion)
+                self.tick += 1
+        return self.finished
+
+    def _resume(self, program: int, result: dict) -> None:
+        live = self.live[program]
+        live.trace.events.append({"request": live.request, "result": result})
+        self.programs.resume(program, result)
+        self.program_due[self.tick + PROGRAM_STEPS].append(program)
+
+    def _take_event(self, program: int, event: Event) -> None:
+        """A program's next request, or its end."""
+        live = self.live[program]
+        if event.kind == "done":
+            self._end(program, "ok", "the harness returned")
+        elif event.kind != "request":
+            self._end(program, event.kind, event.message)
+        elif event.request["type"] == "generate":
+            self._submit(program, live, event.request)
+        elif event.request["type"] not in self.env.tools:
+            self._end(program, "error", f"the {self.env.name} domain has no request '{event.request['type']}'")
+        elif live.trace.n_tool_calls >= MAX_TOOL_CALLS:
+            self._end(program, "ok", f"limit of {MAX_TOOL_CALLS} tool calls")
+        else:
+            live.request = event.request
+            self.sandbox.python_start(program, event.request["code"], self.cfg.tool_limits)
+            self.tool_due[self.tick + TOOL_STEPS].append(program)
+
+    def _submit(self, program: int, live: Live, request: dict) -> None:
+        trace, left = live.trace, self.cfg.max_assistant_tok - live.trace.n_tok
+        if len(trace.calls) >= self.cfg.max_calls:
+            return self._end(program, "ok", f"limit of {self.cfg.max_calls} model calls")
+        if left <= 0:
+            return self._end(program, "ok", f"limit of {self.cfg.max_assistant_tok} assistant tokens")
+        try:
+            text, ids = self.prompter.prompt(request, live.text, live.ids)
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+            return self._end(program, "error", f"the chat template refused the messages: {error}")
+        if not ids:
+            return self._end(program, "error", "an empty prompt")
+        live.request, live.text, live.ids = request, text, ids
+        live.stop = tuple(request.get("stop") or ()) + (PLAIN_STOP if self.prompter.plain else ())
+        self.engine.submit((program, len(trace.calls)), list(ids), SamplingParams(
+            max_tokens=min(request.get("max_tokens") or left, left), temperature=self.cfg.temperature,
+            top_k=self.cfg.top_k, top_p=self.cfg.top_p, stop=live.stop,
+            seed=derive_seed(*self.seed, trace.task_id, trace.sample, len(trace.calls)),
+        ), after=(program, len(trace.calls) - 1))
+
+    def _take_completion(self, completion: Completion) -> None:
+        program = completion.id[0]
+        live = self.live[program]
+        if completion.finish == "too_long":
+            return self._end(program, "ok", f"prompt of {len(live.ids)} tokens does not fit the model's context")
+        full, content = self.prompter.read(completion, live.stop)
+        live.trace.calls.append(Call(live.ids, tuple(completion.ids), completion.finish))
+        live.text, live.ids = live.text + full, live.ids + tuple(completion.ids)
+        self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content), "finish": completion.finish})
+
+    def _take_tool_result(self, program: int) -> None:
+        result = self.sandbox.python_wait(program)
+        if result.status == "infra":
+            return self._end(program, "infra", result.output)
+        self._resume(program, {"output": result.output.rstrip("\n"), "ok": result.status == "ok"})
+
+    def _end(self, program: int, status: str, why: str) -> None:
+        """Grades the last thing the model said; what the harness returned is not looked at."""
+        live = self.live.pop(program)
+        trace = live.trace
+        trace.status, trace.end = status, why
+        replies = [event["result"]["content"] for event in trace.events if event["request"]["type"] == "generate"]
+        if status == "ok":
+            verdict = self.env.verify(live.task, replies[-1] if replies else None)
+            trace.answered = verdict.extracted is not None
+            trace.reward = 0.0 if trace.truncated else verdict.reward
+            trace.why = "the last reply was cut by a length limit" if trace.truncated else verdict.why
+        self.finished.append(trace)
+        if self.on_finish and status != "infra":
+            self.on_finish(trace)
+
+
+def summarise(traces: Iterable[Trace]) -> dict[str, float]:
+    """Counts and rates of a set of rollouts; the denominators are all of them."""
+    traces = list(traces)
+    n = len(traces)
+    statuses = Counter(trace.status for trace in traces)
+    return {
+        "n": n, "mean_reward": sum(trace.reward for trace in traces) / n,
+        "n_ok": statuses["ok"], "n_error": statuses["error"], "n_killed": statuses["killed"],
+        "answered_frac": sum(trace.answered for trace in traces) / n,
+        "truncated_frac": sum(trace.truncated for trace in traces) / n,
+        "tool_frac": sum(trace.n_tool_calls > 0 for trace in traces) / n,
+        "calls_a_rollout": sum(len(trace.calls) for trace in traces) / n,
+        "tok_a_rollout": sum(trace.n_tok for trace in traces) / n,
+    }

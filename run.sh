@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# WHALE: the one entry. Sets up .venv from requirements.txt on first use (minutes, needs a package index once); after
+# that nothing is downloaded.
+#
+#   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 4 minutes)
+#   bash run.sh test [pytest flags]      the tests (about 3 minutes)
+#   bash run.sh eval | check-harness | sandbox | verify ... --help       the parts alone
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+words="math eval check-harness sandbox verify test"
+usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
+
+word=${1:-}
+case " $words " in *" $word "*) [ -n "$word" ] || usage;; *) [ -z "$word" ] || echo "run.sh: '$word' is no command" >&2; usage;; esac
+shift
+
+# Python 3.11 or newer: the first that qualifies
+new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
+python=""
+for candidate in ${WHALE_PYTHON:-} python3 python3.13 python3.12 python3.11; do
+  if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$new_enough" >/dev/null 2>&1; then python=$candidate; break; fi
+done
+[ -n "$python" ] || { echo "run.sh: WHALE needs Python 3.11 or newer on PATH (or WHALE_PYTHON=/path/to/python3); found: $(python3 --version 2>&1 || true)" >&2; exit 1; }
+
+# .venv, once for each state of requirements.txt; the stamp is written last
+stamp=$root/.venv/requirements.installed
+if ! cmp -s "$root/requirements.txt" "$stamp"; then
+  echo "setting up $root/.venv (once)"
+  "$python" -m venv --clear "$root/.venv"
+  "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt"
+  cp "$root/requirements.txt" "$stamp"
+fi
+
+export TOKENIZERS_PARALLELISM=false
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}          # idle torch threads sleep: sandbox processes use the same cores
+case $word in
+  test) cd "$root" && exec "$root/.venv/bin/python" -m pytest "$@" ;;
+  *) exec "$root/.venv/bin/python" "$root/cli.py" "$word" "$@" ;;
+esac

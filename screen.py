@@ -1,0 +1,50 @@
+"""What a person sees of a run: lines, progress bars, and the tables at the end. The same lines go to log.txt."""
+
+import difflib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+
+class Screen:
+    def __init__(self, quiet: bool = False):
+        self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self.log_path: Path | None = None
+
+    def say(self, text: str, style: str = "") -> None:
+        """One line. `text` may hold a model's or a proposer's words, so nothing in it is read as markup."""
+        self.console.print(Text(text, style=style))
+        if self.log_path:
+            with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
+                file.write(text + "\n")
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
+        """A progress bar with the time left, on a terminal only -> a function that moves it on by one."""
+        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                      console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
+            task = progress.add_task(title, total=total)
+            yield lambda: progress.advance(task)
+
+    def show_end(self, summary: dict, h0: str, final: str, folder: Path) -> None:
+        """base, best and final mean@8, what each kind of work took, the final harness against h0."""
+        scores = Table("test mean@8", "mean", "95 % interval")
+        for label in ("base", "best", "final"):
+            point = summary[f"{label}_mean8"]
+            scores.add_row(label, f"{point['mean']:.3f}", f"{point['ci95'][0]:.3f} - {point['ci95'][1]:.3f}")
+        spent = Table("spent on", "rollouts", "minutes")
+        for kind, n_rollouts in summary["rollouts"].items():
+            spent.add_row(kind, f"{n_rollouts:,}", f"{summary['seconds'][kind] / 60:.1f}")
+        self.console.print(scores, spent)
+        diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
+        if diff:
+            self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
+        else:
+            self.say("the final harness is h0")
+        self.say(f"best is chosen on the test split, as in the paper; the run lies in {folder}")
