@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from whale import CHOICES, PRESETS, ROOT, Config, Run, UsageError, load_splits, train_whale
+from whale import CHOICES, PRESETS, Config, Run, UsageError, load_splits, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -75,7 +75,8 @@ def open_parts(args: argparse.Namespace):
     env, splits = load_splits(cfg)
     source = read_file(args.harness)
     engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
-    return cfg, env, splits, source, engine, Sandbox(waive=tuple(filter(None, cfg.waive.split(",")))), rollout_config(cfg)
+    sandbox = Sandbox(waive=cfg.waived_layers)
+    return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
 
 
 def read_file(path: str) -> str:
@@ -93,7 +94,8 @@ def command_eval(args: argparse.Namespace) -> int:
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     tasks, n = splits[args.split], args.n
     with sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
-        traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg, lambda _: advance())
+        traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,
+                             lambda trace: advance())
     means = [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
     key = hashlib.sha256(json.dumps([source, cfg.model, args.split, n, cfg.seed]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"

@@ -5,9 +5,9 @@ The Engine contract (all engines): `submit(id, prompt_ids, params)` at any time,
 
 `TransformersEngine` runs where there is no GPU. It is a continuous batch over one preallocated key/value cache: every
 request owns a row (slot) of it from its first token to its last, rows have their own lengths, and a finished row is
-free at the next step. What a row samples is a function of its prompt, its seed and the weights; which rows run beside
-it changes its logits in the last bits only (floating-point sums), so callers who want runs to repeat exactly submit in
-an order that does not depend on the clock (rollout.py does).
+free at the next step. What a row samples is a function of its prompt, its seed and the weights; which rows run
+beside it changes its logits in the last bits only (floating-point sums), so callers who want runs to repeat exactly
+submit in an order that does not depend on the clock (rollout.py does).
 
 Differs from the paper: the paper samples with vLLM; this engine has the same sampling rules (temperature, top-k, top-p).
 """
@@ -51,19 +51,19 @@ class Completion:
     finish: str                      # "stop", "length", or "too_long": the prompt does not fit and nothing was sampled
 
 
-def weights_checksum(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32) -> str:
-    """sha256 over names and values in the order of names; the same for two owners of the same weights."""
+def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale."""
     digest = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):
-        digest.update(name.encode())
-        digest.update(tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def untied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict with a tied head only once, under the input embedding's name, as checkpoints store it."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    """name -> live tensor; a tied tensor once, under the name that checkpoints use."""
+    tied = model.all_tied_weights_keys                              # {tied name: name in the checkpoint}
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def locate(model: str) -> dict[str, str]:
@@ -101,11 +101,18 @@ def load_tokenizer(model: str):
     return tokenizer
 
 
-def load_model(model: str, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
-    """A causal LM in `dtype` (transformers would load the checkpoint's own). Safetensors and GGUF only, never pickle."""
-    with naming_the_model(model):
-        return AutoModelForCausalLM.from_pretrained(
-            **locate(model), dtype=dtype, attn_implementation=attention, use_safetensors=True)
+def load_model(model: str | Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> torch.nn.Module:
+    """A causal LM in eval mode. transformers alone would keep the stored dtype, and invent weights that are missing.
+
+    Safetensors and GGUF only, never pickle; code that comes with a model is never run.
+    """
+    with naming_the_model(str(model)):
+        loaded, loading = AutoModelForCausalLM.from_pretrained(
+            **locate(str(model)), dtype=dtype, attn_implementation=attention, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True)
+    if broken := {kind: sorted(map(str, names))[:5] for kind, names in loading.items() if names}:
+        raise ModelError(f"--model {model}: its weights do not fit {type(loaded).__name__}: {broken}")
+    return loaded.eval()
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
@@ -189,7 +196,7 @@ class TransformersEngine:
     def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cpu",
                  dtype: torch.dtype = torch.float32):
         self.tokenizer = load_tokenizer(model)
-        self.model = load_model(model, dtype, attention="whale_grouped").to(device).eval()
+        self.model = load_model(model, dtype, attention="whale_grouped").to(device)
         config = self.model.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds - {"full_attention", "sliding_attention"} or getattr(config, "attn_logit_softcapping", None):

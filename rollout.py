@@ -331,6 +331,8 @@ class Batch:
         if completion.finish == "too_long":
             return self._end(program, "ok", f"prompt of {len(live.ids)} tokens does not fit the model's context")
         full, content = self.prompter.read(completion, live.stop)
+        if live.text.rstrip().endswith("<think>"):      # opened by the template (Qwen3.5): what follows is thinking
+            content = "<think>\n" + content
         live.trace.calls.append(Call(live.ids, tuple(completion.ids), completion.finish))
         live.text, live.ids = live.text + full, live.ids + tuple(completion.ids)
         self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content), "finish": completion.finish})

@@ -27,6 +27,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from harness_search import write_atomically
 from screen import Screen
 
 ROOT = Path(__file__).resolve().parent
@@ -94,6 +95,10 @@ class Config:
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
+
+    @property
+    def waived_layers(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.waive.split(",")))
 
 
 PRESETS = {
@@ -184,16 +189,6 @@ class State:
     complete: bool = False
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A kill at any moment leaves the old file or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
 class Run:
     """One run: its directory, its parts, its ledger. The loop calls its methods in the order in which they stand."""
 
@@ -248,7 +243,7 @@ class Run:
         cfg, state = self.cfg, self.state
         for line in describe_config(cfg) if not self.resumed else []:
             self.screen.say(line)
-        self.sandbox = Sandbox(waive=tuple(filter(None, cfg.waive.split(","))))
+        self.sandbox = Sandbox(waive=cfg.waived_layers)
         self.screen.say(f"sandbox layers on: {', '.join(self.sandbox.layers['on'])}"
                         + "".join(f"; {name} off: {why}" for name, why in self.sandbox.layers["off"].items())
                         + (f"; WAIVED: {', '.join(self.sandbox.layers['waived'])}" if self.sandbox.layers["waived"] else ""))
@@ -261,8 +256,9 @@ class Run:
         if state.weight_step:
             self.trainer.load(self._weights_dir(state.weight_step))
             self.serve_weights()
-        self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])}) if state.harness else \
-            Candidate("h0", "", "the starting point", (), self.env.h0.read_text(), 0)
+        self.harness = Candidate("h0", "", "the starting point", (), self.env.h0.read_text(), 0)
+        if state.harness:
+            self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if self.resumed:
             self.screen.say(f"resumed after weight step {state.weight_step}, phase {state.phase + 1}")
         self._clock("setup")
@@ -360,7 +356,7 @@ class Run:
                     sandbox=self.sandbox, incumbent=self.harness, tasks=self.harness_tasks, forbidden=self.forbidden,
                     seed=(self.cfg.seed, "harness", phase.cycle), rollout_cfg=self.rollout_cfg,
                     n_candidates=self.cfg.candidates, proposer={"rules": propose_by_rules}[self.cfg.proposer],
-                    on_candidate=self.screen.bar)
+                    on_candidate=self.screen.bar, n_done=len(self.state.signals))
 
     def finish_iteration(self, phase, outcomes: list, best: tuple) -> float:
         """Logs the candidates of one iteration; returns its signal, the archive's best score."""
@@ -370,7 +366,7 @@ class Run:
                 f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]"
             self.log("candidate", f"{candidate.name} (from {candidate.parent or 'before'}) {said}  {candidate.hypothesis}",
                      cycle=phase.cycle, candidate=candidate.name, parent=candidate.parent, refused=outcome.refused,
-                     hypothesis=candidate.hypothesis, mechanisms=list(candidate.mechanisms), version=self.trainer.version,
+                     hypothesis=candidate.hypothesis, mechanisms=list(candidate.mechanisms),
                      **({} if score is None else {
                          k: v for k, v in asdict(score).items() if k not in ("seconds", "key")}))
             self._charge("gates", rollouts=outcome.gate_rollouts, seconds=outcome.gate_seconds)

@@ -1,0 +1,146 @@
+"""What a harness program may use: the requests it yields and the results it receives.
+
+A harness is one Python file with two constants, SYSTEM_PROMPT and USER_PROMPT, and one generator function `run(task)`.
+`task` is a dict of strings (math: `question`). The program touches the world only by yielding requests, which the host
+answers; so the list of its requests and results is all there is to know about a rollout.
+
+    def run(task):
+        reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON])     # -> Reply
+        output = yield python("print(6 * 7)")                                                       # -> ToolOutput, "42\\n"
+
+The last `generate` reply is what is graded; what `run` returns is not. Sampling and the total budgets are the host's.
+Beside this module a harness may import re, json, math, string, textwrap, itertools, collections, functools, statistics
+and random (seeded by the host, for each program on its own). What it prints is discarded.
+"""
+
+from dataclasses import dataclass
+
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run Python code and return what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+def chat(system: str, user: str) -> list[dict]:
+    """The opening messages of a conversation; no system turn when `system` is empty."""
+    turns = [{"role": "user", "content": user}]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def generate(messages: list[dict], tools: list[dict] | None = None, max_tokens: int | None = None,
+             stop: list[str] | None = None) -> dict:
+    """Request one model call. Messages are {"role", "content"}, and {"role": "tool", "name", "content"}. -> Reply"""
+    return {"type": "generate", "messages": messages, "tools": tools, "max_tokens": max_tokens, "stop": stop}
+
+
+def python(code: str) -> dict:
+    """Request one run of the Python tool. Each run starts from nothing. -> ToolOutput"""
+    return {"type": "python", "code": code}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One well-formed tool call of a reply."""
+
+    name: str
+    arguments: dict
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said. A malformed tool call is in `content`, not in `tool_calls`."""
+
+    content: str                    # raw text, tool-call blocks included, without the final stop token
+    tool_calls: list[ToolCall]
+    finish: str                     # "stop", or "length": cut by a token limit
+
+    @property
+    def message(self) -> dict:
+        """The reply as a turn, to be appended to the messages."""
+        return {"role": "assistant", "content": self.content}
+
+
+class ToolOutput(str):
+    """What the tool printed, or its error in words; `ok` is False after an error or a limit."""
+
+    ok: bool = True
+
+
+def tool_result(call: ToolCall, output: str) -> dict:
+    """A tool's output as a turn, to be appended to the messages."""
+    return {"role": "tool", "name": call.name, "content": str(output)}
+
+
+# --- The rest is the host's and the worker's side of the same format. ---
+
+
+def parse_result(request: dict, result: dict) -> Reply | ToolOutput:
+    """The host's answer to `request` (plain JSON) as the object that the program receives."""
+    if request["type"] == "generate":
+        calls = [ToolCall(call["name"], call["arguments"]) for call in result["tool_calls"]]
+        return Reply(result["content"], calls, result["finish"])
+    output = ToolOutput(result["output"])
+    output.ok = result["ok"]
+    return output
+
+
+def check_request(request: object) -> str:
+    """What is wrong with a request, in words; "" when nothing is."""
+    if not isinstance(request, dict):
+        return f"a request is a dict, not {type(request).__name__}"
+    kind = request.get("type")
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        return f"unknown request type {kind!r:.80}; known are {', '.join(_FIELDS)}"
+    for name in request:
+        if name not in fields and name != "type":
+            return f"{kind} has no field {name!r:.80}"
+    for name, (is_right, wanted) in fields.items():
+        if not is_right(request.get(name)):
+            return f"{kind}: {name} must be {wanted}"
+    return ""
+
+
+def _is_message(turn: object) -> bool:
+    return (isinstance(turn, dict) and {"role", "content"} <= set(turn) <= {"role", "content", "name"}
+            and turn["role"] in ("system", "user", "assistant", "tool")
+            and all(isinstance(value, str) for value in turn.values()))
+
+
+def _is_plain(value: object, depth: int = 16) -> bool:
+    """JSON and nothing else, at most `depth` levels deep."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(k, str) and _is_plain(v, depth - 1) for k, v in value.items())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(v, depth - 1) for v in value)
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _is_tool(tool: object) -> bool:
+    return (isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+            and isinstance(tool["function"].get("name"), str) and _is_plain(tool))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_FIELDS = {
+    "generate": {
+        "messages": (lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
+                     'a non-empty list of {"role": system, user, assistant or tool, "content": str}'),
+        "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v)), "None or a list of tool schemas"),
+        "max_tokens": (lambda v: v is None or _is_count(v), "None or a positive int"),
+        "stop": (lambda v: v is None or isinstance(v, list) and all(isinstance(s, str) and s for s in v),
+                 "None or a list of non-empty strings"),
+    },
+    "python": {"code": (lambda v: isinstance(v, str), "a string")},
+}

@@ -1,0 +1,569 @@
+"""Attacks on the sandbox, as root and as an ordinary user. An attack prints BREACH where it gets through; that it can is
+shown by running the same text outside the sandbox."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import sandbox as sandbox_module
+from sandbox import LAYERS, Limits, Programs, Sandbox, SandboxUnavailable, parse_answer, run_snippet
+
+ROOT = Path(__file__).resolve().parent.parent
+CANARY = "canary-5b1f"
+QUICK = Limits(seconds=0.5)
+NOBODY = 65534
+
+# --- what hostile code tries; HOST_PID and ROOT are filled in ---
+
+ATTACKS = {
+    "read a file": "print('BREACH', open('/etc/passwd').read(9))",
+    "read the repository": "print('BREACH', open('ROOT/sandbox.py').read(9))",
+    "read through a directory": "d = os.open('/', os.O_PATH); os.open('etc/passwd', os.O_RDONLY, dir_fd=d); print('BREACH')",
+    "list a directory": "print('BREACH', os.listdir('/'))",
+    "environment of the host": "print('BREACH', open('/proc/HOST_PID/environ').read())",
+    "environment of the parent": "print('BREACH', open(f'/proc/{os.getppid()}/environ').read())",
+    "own environment": "print('BREACH' if os.environ else '')",
+    "memory of the host": "open('/proc/HOST_PID/mem', 'rb'); print('BREACH')",
+    "own /proc": "print('BREACH', os.readlink('/proc/self/exe'), open('/proc/self/maps').read(9))",
+    "write a file": "import tempfile; tempfile.TemporaryFile(); print('BREACH')",
+    "append to a device": "open('/dev/null', 'a'); print('BREACH')",
+    "truncate on reading": "os.open('/dev/null', os.O_RDONLY | os.O_TRUNC); print('BREACH')",
+    "make a directory": "import tempfile; os.rmdir(tempfile.mkdtemp(dir='/tmp')); print('BREACH')",
+    "make a link": "os.symlink('/', f'/tmp/{os.getpid()}.l'); os.unlink(f'/tmp/{os.getpid()}.l'); print('BREACH')",
+    "TCP": "import socket; socket.socket(); print('BREACH')",
+    "UDP": "import socket; socket.socket(type=socket.SOCK_DGRAM); print('BREACH')",
+    "unix socket": "import socket; socket.socket(socket.AF_UNIX); print('BREACH')",
+    "socket pair": "import socket; socket.socketpair(); print('BREACH')",
+    "fork": "pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0); print('BREACH')",
+    "new session, double fork": "if os.fork() == 0:\n    os.setsid(); os.fork(); os._exit(0)\nprint('BREACH')",
+    "exec": "os.execv('/bin/echo', ['echo', 'BREACH'])",
+    "spawn": "import subprocess; subprocess.run(['/bin/echo', 'BREACH'])",
+    "thread": "import threading; threading.Thread(target=print, args=('BREACH',)).start()",
+    "signal the parent": "os.kill(os.getppid(), 0); print('BREACH')",
+    "signal the host": "os.kill(HOST_PID, 0); print('BREACH')",
+    "signal everybody": "os.kill(-1, 0); print('BREACH')",
+    "own the signals of a pipe": "import fcntl; r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, os.getpid()); print('BREACH')",
+    "own the signals of stdout": "import fcntl; fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid()); print('BREACH')",
+    "asynchronous stdout": "import fcntl; fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL)); print('BREACH')",
+    "raise a limit": "import resource as r; r.setrlimit(r.RLIMIT_CPU, r.getrlimit(r.RLIMIT_CPU)); print('BREACH')",
+    "change owner": "os.setuid(os.getuid()); print('BREACH')",
+    "outlive the helper": "print('' if ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) else 'BREACH')",
+    "memory file": "os.memfd_create('x'); print('BREACH')",
+    "new namespace": "print('' if ctypes.CDLL(None).unshare(0x10000000) else 'BREACH')",
+    "system calls by number": """
+for name, x86, arm, args in (('clone', 56, 220, (17,)), ('io_uring_setup', 425, 425, (1, bytearray(120))),
+        ('process_vm_readv', 310, 270, (os.getpid(), 0, 0, 0, 0, 0)), ('pidfd_open', 434, 434, (os.getpid(), 0)), ('shmget', 29, 194, (0, 4096, 0o1600)),
+        ('membarrier', 324, 283, (0, 0))):
+    args = [(ctypes.c_char * len(a)).from_buffer(a) if isinstance(a, bytearray) else ctypes.c_long(a) for a in args]
+    result = ctypes.CDLL(None).syscall(x86 if os.uname().machine == 'x86_64' else arm, *args)
+    if name == 'clone' and result == 0: os._exit(0)
+    if result >= 0: print('BREACH', name)""",
+    "a system call that does not exist yet": """
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall(1000) != -1 or ctypes.get_errno() != 1: print('BREACH: not refused by us')""",
+}
+# Attacks that make sense only inside, and must get nothing there.
+INNER_ATTACKS = {
+    "inherited descriptors": "for fd in range(3, 1024):\n    try: os.fstat(fd); print('BREACH', fd)\n    except OSError: pass",
+    "x32 call": "print('BREACH' if ctypes.CDLL(None).syscall(0x40000000 | 39) > 0 else '')",
+    "other code in memory": "import gc\nprint(*['BREACH' for o in gc.get_objects() if isinstance(o, dict) and 'CANARY' in str(o)[:9999]])",
+}
+PRELUDE = "import ctypes, os\n"
+
+HOST = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+from sandbox import Limits, Sandbox
+spare = os.open("/dev/null", os.O_RDONLY); os.set_inheritable(spare, True)
+results = {}
+with Sandbox() as sandbox:
+    for name, code in json.load(sys.stdin).items():
+        result = sandbox.python(code.replace("HOST_PID", str(os.getpid())), Limits())
+        results[name] = [result.status, result.output]
+    print(json.dumps({"layers": sandbox.layers, "results": results}))
+"""
+
+
+@pytest.fixture(scope="module")
+def box():
+    with Sandbox(max_jobs=2) as sandbox:
+        yield sandbox
+
+
+def filled(attacks):
+    return {name: PRELUDE + code.replace("ROOT", str(ROOT)).replace("CANARY", CANARY) for name, code in attacks.items()}
+
+
+def run_attacks(python, user, where):
+    run = subprocess.run([python, "-c", HOST, str(where)], input=json.dumps(filled({**ATTACKS, **INNER_ATTACKS})), text=True,
+                         capture_output=True, env={"API_KEY": CANARY}, user=user, group=user, cwd="/", timeout=60,
+                         extra_groups=None if user is None else [])
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def assert_contained(answer):
+    for name, (status, output) in answer["results"].items():
+        assert "BREACH" not in output and CANARY not in output, (name, output)
+        assert status in ("ok", "error"), (name, status, output)
+    assert set(LAYERS) <= set(answer["layers"]["on"]) and not answer["layers"]["waived"]
+
+
+def test_attacks_are_contained():
+    assert_contained(run_attacks(sys.executable, None, ROOT))
+
+
+def test_attacks_are_contained_for_an_ordinary_user():
+    if os.geteuid():
+        pytest.skip("not root: the other test ran as an ordinary user")
+    can_run = "import sys; assert sys.version_info >= (3, 11)"
+    for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            subprocess.run([python, "-c", can_run], user=NOBODY, group=NOBODY, cwd="/", check=True, capture_output=True)
+            break
+        except (OSError, subprocess.CalledProcessError):
+            continue
+    else:
+        pytest.skip("no interpreter that an ordinary user may run")
+    with tempfile.TemporaryDirectory(dir="/tmp") as where:
+        os.chmod(where, 0o755)
+        for name in ("sandbox.py", "harness_api.py"):
+            shutil.copy(ROOT / name, where)
+            os.chmod(Path(where, name), 0o644)
+        assert_contained(run_attacks(python, NOBODY, where))
+
+
+def test_the_attacks_work_where_there_is_no_sandbox():
+    """Else the tests above could not fail. One process an attack, as it would run inside."""
+    for name, code in filled(ATTACKS).items():
+        run = subprocess.run([sys.executable, "-c", code.replace("HOST_PID", str(os.getpid()))], capture_output=True,
+                             text=True, env={"API_KEY": CANARY}, timeout=20)
+        if os.geteuid() == 0 or name not in ("memory of the host", "new namespace"):
+            assert "BREACH" in run.stdout, (name, run.stderr)
+
+
+# --- limits and output of a snippet ---
+
+
+@pytest.mark.parametrize("code, status, part", [
+    ("print(6 * 7)", "ok", "42\n"),
+    ("import sys; print('a'); print('b', file=sys.stderr); print('c')", "ok", "a\nb\nc\n"),
+    ("print('before'); x", "error", "before\nNameError: name 'x' is not defined\n"),
+    ("def f(:", "error", "SyntaxError"),
+    ("raise SystemExit", "ok", ""),
+    ("raise SystemExit('bye')", "error", "bye"),
+    ("raise KeyboardInterrupt('k')", "error", "KeyboardInterrupt: k"),
+    ("input()", "error", "EOFError"),
+    ("def f(): f()\nf()", "error", "RecursionError"),
+    ("class E(Exception):\n    def __str__(self): 1/0\nraise E", "error", "E: <exception str() failed>"),
+    ("import sys; sys.stdout.close()", "ok", ""),
+    ("import builtins, os, sys, traceback; builtins.print = traceback.format_exception_only = None; sys.stdout = 5; 1/0",
+     "error", ""),
+    ("import sympy", "error", "No module named 'sympy'"),
+    ("import csv, queue; print(csv.__name__)", "ok", "csv\n"),
+    ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int' = 1\nprint(P())", "ok", "P(x=1)\n"),
+    ("print('\\ud800', '\\0', chr(0x1F600))", "ok", "\\ud800 \0 \U0001F600\n"),
+    ("import os; os.write(1, b'\\xff\\xfe')", "ok", "\ufffd\ufffd"),
+    ("x = '\ud800'", "error", "UnicodeEncodeError"),
+    ("\0", "error", "null bytes"),
+    ("#" * 70_000, "error", "longer than"),
+    ("bytearray(1 << 40)", "killed", "memory limit of 256 MB reached"),
+    ("x = []\nwhile True: x.append(bytes(1000))", "killed", "memory limit of 256 MB reached"),
+    ("print('so far')\nwhile True: pass", "killed", "so far\n[killed: time limit of 0.5 s reached]\n"),
+    ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(999)", "killed", "time limit of 0.5 s reached"),
+    ("import ctypes; ctypes.string_at(1)", "killed", "SIGSEGV"),
+    ("import os; os._exit(7)", "killed", "exit status 7"),
+    ("import os, time; [os.close(i) for i in (0, 1, 2)]; time.sleep(999)", "killed", "SIGKILL"),
+    ("while True: print('x' * 100_000)", "killed", "[killed: "),
+])
+def test_a_snippet(box, code, status, part):
+    result = box.python(code, QUICK)
+    assert result.status == status and part in result.output, result
+
+
+def test_a_snippet_that_calls_into_the_old_abi_dies(box):
+    code = ("import ctypes, mmap\n"         # mov eax, 20 (getpid); int 0x80; ret
+            "page = mmap.mmap(-1, 4096, prot=7); page.write(bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3]))\n"
+            "print('BREACH', ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())")
+    result = box.python(code, QUICK)
+    assert result.status == "killed" and "BREACH" not in result.output
+
+
+def test_long_output_keeps_both_ends(box):
+    result = box.python("print('first' + 'é' * 5_000_000 + 'last'); 1/0", Limits(output_chars=200))
+    assert result.status == "error" and len(result.output) <= 200 and "cut here" in result.output
+    assert result.output.startswith("firstéé") and result.output.endswith("élast\nZeroDivisionError: division by zero\n")
+    exact = box.python("print('x' * 199)", Limits(output_chars=200))
+    assert exact.output == "x" * 199 + "\n"
+
+
+def test_forged_messages_are_only_text(box):
+    forged = '{"job": "#1", "status": "ok", "why": "", "n_bytes": 0}\\n'
+    result = box.python(f"import os\nfor fd in range(64):\n    try: os.write(fd, b'{forged}')\n    except OSError: pass\n1/0",
+                        QUICK)
+    assert result.status == "error" and result.output.count('"status": "ok"') == 3
+    assert box.python("print(1)", QUICK) == sandbox_module.ToolResult("ok", "1\n")
+
+
+def test_snippets_are_alike_and_apart(box):
+    code = "import random, math; print(random.random(), hash('a'), getattr(math, 'mark', None)); math.mark = 1"
+    assert box.python(code, QUICK) == box.python(code, QUICK)
+
+
+def test_jobs_run_while_nobody_waits_and_end_in_any_order(box):
+    for job in range(20):
+        box.python_start(job, f"print({job})" if job % 5 else "while True: pass", QUICK)
+    with pytest.raises(ValueError, match="already"):
+        box.python_start(3, "", QUICK)
+    for job in reversed(range(20)):
+        result = box.python_wait(job)
+        assert (result.status, result.output) == ("ok", f"{job}\n") if job % 5 else result.status == "killed"
+
+
+def test_ten_thousand_queued_jobs_do_not_block(box):
+    """Both directions of the control socket fill up."""
+    for job in range(300):
+        box.python_start(job, f"print('{'y' * 20_000}')", Limits(output_chars=30_000))
+    assert all(box.python_wait(job).output == "y" * 20_000 + "\n" for job in range(300))
+
+
+def test_limits_are_checked():
+    for wrong in ({"seconds": 0}, {"memory_mb": 1}, {"output_chars": 1 << 20}, {"seconds": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Limits(**wrong)
+
+
+def test_run_snippet(tmp_path):
+    (tmp_path / "code.py").write_text("print(6 * 7)")
+    answer = run_snippet(str(tmp_path / "code.py"), Limits())
+    assert answer["status"] == "ok" and answer["output"] == "42\n" and "seccomp" in answer["layers"]["on"]
+
+
+# --- missing layers ---
+
+BLOCKING_HOST = """
+import struct, sys
+sys.path.insert(0, sys.argv[1])
+import sandbox as s
+x86, layer = s.IS_X86, sys.argv[2]
+blocked, offset = {"landlock": (444, 0), "no_caps": (s.CAPSET, 0), "closed_fds": (436, 0), "seccomp": (22, 16)}[layer]
+lines = [(0x20, 0, 0, 0), (0x15, 0, 3, 157 if x86 else 167), (0x20, 0, 0, 16), (0x15, 0, 3, 22), (6, 0, 0, 0x50026),
+         (0x15, 0, 1, blocked), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)]
+if layer != "seccomp":
+    lines[3] = (6, 0, 0, 0x7fff0000)
+program = b"".join(struct.pack("HBBI", *line) for line in lines)
+s.checked(s.LIBC.prctl(38, 1, 0, 0, 0))
+s.checked(s.LIBC.prctl(22, 2, s.ctypes.byref(s.Filter(len(lines), program)), 0, 0))
+try:
+    s.Sandbox()
+    print("BREACH: not refused")
+except s.SandboxUnavailable as error:
+    print("refused:", error)
+with s.Sandbox(waive=(layer, "rlimits")) as sandbox:
+    print(sandbox.layers["waived"], sandbox.layers["off"], sandbox.python("print(6 * 7)", s.Limits()).output)
+"""
+
+
+@pytest.mark.parametrize("layer", ["landlock", "no_caps", "closed_fds", "seccomp"])
+def test_a_kernel_without_a_layer_is_refused_or_waived(layer):
+    run = subprocess.run([sys.executable, "-c", BLOCKING_HOST, str(ROOT), layer], capture_output=True, text=True, timeout=30)
+    assert run.returncode == 0, run.stderr
+    refusal, waived, *_ = run.stdout.splitlines()
+    assert f"layer {layer} is missing" in refusal and f"--waive {layer}" in refusal
+    assert waived.startswith(f"['{layer}'] {{'{layer}': '[Errno 38] Function not implemented'}}") and waived.endswith(" 42")
+
+
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxUnavailable, match="Linux"):
+        Sandbox(waive=LAYERS)
+
+
+def test_a_waiver_must_name_a_layer():
+    with pytest.raises(ValueError, match="no such layer"):
+        Sandbox(waive=("landlok",))
+
+
+def test_a_required_layer_that_is_not_reported_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox_module, "LAYERS", (*LAYERS, "moat"))
+    with pytest.raises(SandboxUnavailable, match="layer moat is missing here: not reported"):
+        Sandbox()
+
+
+# --- no process is left; a lost helper is `infra` ---
+
+
+def tree(pid):
+    """`pid` and all its descendants that run (a zombie does not)."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    found = [pid] if pid in parents else []
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def gone(pids):
+    give_up = time.monotonic() + 10
+    while any(tree(pid) for pid in pids):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def busy_sandbox():
+    sandbox = Sandbox(max_jobs=4)
+    sandbox.python_start(1, "import time; time.sleep(999)", Limits(seconds=60))
+    sandbox.python_start(2, "while True: pass", Limits(seconds=60))
+    programs = Programs(sandbox, "def run(task):\n    import time; time.sleep(999)\n    yield", Limits())
+    programs.start(1, {}, 0)
+    give_up = time.monotonic() + 10
+    while len(tree(sandbox._process.pid)) < 4 and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return sandbox, programs, tree(sandbox._process.pid)
+
+
+def test_close_leaves_no_process():
+    sandbox, _, pids = busy_sandbox()
+    assert len(pids) >= 4
+    sandbox.close()
+    assert not any(tree(pid) for pid in pids)
+    assert sandbox.python("print(1)", QUICK).status == "infra"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dead_host_leaves_no_process(how):
+    code = (f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]; from test_sandbox import busy_sandbox\n"
+            "import time; box = busy_sandbox(); print(*box[2], flush=True); time.sleep(60)")
+    host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in host.stdout.readline().split()]
+    assert len(pids) >= 4
+    host.send_signal(how)
+    host.wait()
+    host.stdout.close()
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("which", [0, 1])       # with namespaces: the outer process and process 1 inside
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_helper_is_infra_and_is_replaced(monkeypatch, how, which):
+    monkeypatch.setattr(sandbox_module, "SILENCE_S", 0.2)
+    if how == signal.SIGSTOP and which == 0:
+        pytest.skip("the outer process does nothing but wait")
+    sandbox, programs, pids = busy_sandbox()
+    with sandbox:
+        inner = pids[:2] if "namespaces" in sandbox.layers["on"] else [pids[0]] * 2
+        os.kill(inner[which], how)
+        assert sandbox.python_wait(1).status == "infra" and sandbox.python_wait(2).status == "infra"
+        assert programs.wait(1).kind == "infra"
+        assert gone(pids)
+        assert sandbox.python("print(1)", QUICK).output == "1\n"
+        for _ in range(2 * sandbox_module.MAX_RESPAWNS):    # but not for ever
+            sandbox._process.kill()
+            sandbox._process.wait()
+            sandbox.python("print(1)", QUICK)
+        assert sandbox.python("print(1)", QUICK).status == "infra"
+
+
+# --- harness programs ---
+
+ECHO = """
+import random
+from harness_api import PYTHON, chat, generate, python, tool_result
+PYTHON["seen"] = PYTHON.get("seen", 0) + 1
+count = 0
+def run(task):
+    global count
+    count += 1
+    messages = chat("", task["question"])
+    for turn in range(3):
+        reply = yield generate(messages, tools=[PYTHON], max_tokens=count)
+        print("discarded")
+        messages.append(reply.message)
+        for call in reply.tool_calls:
+            output = yield python(call.arguments["code"])
+            messages.append(tool_result(call, f"{output} {output.ok} {random.random()} {sorted({'a', 'b'})} {list({'a', 'b'})}"))
+        ATTACK
+"""
+CALM = ECHO.replace("ATTACK", "pass")
+ATTACK = """if task["question"] == "hostile" and turn == 1:
+            import os
+            """
+
+
+def reply(content, code=None, finish="stop"):
+    calls = [] if code is None else [{"name": "python", "arguments": {"code": code}}]
+    return {"content": content, "tool_calls": calls, "finish": finish}
+
+
+def play(programs, tasks):
+    """Run programs side by side against a host that answers by rule. -> the events of each"""
+    events = {i: [] for i in range(len(tasks))}
+    for i, question in enumerate(tasks):
+        programs.start(i, {"question": question}, seed=i)
+    live = list(events)
+    while live:
+        for i in list(live):
+            event = programs.wait(i)
+            events[i].append(event)
+            if event.kind != "request":
+                live.remove(i)
+            elif event.request["type"] == "python":
+                programs.resume(i, {"output": event.request["code"] + "!", "ok": i % 2 == 0})
+            else:
+                n = len(event.request["messages"])
+                programs.resume(i, reply(f"said {n}", "code" if n < 4 else None))
+    return list(events.values())
+
+
+TASKS = [f"question {i}" for i in range(7)]
+
+
+def test_programs_do_not_depend_on_the_number_of_workers(box):
+    seen = []
+    for n_workers in (1, 3):
+        programs = Programs(box, CALM, QUICK, n_workers)
+        seen.append(play(programs, TASKS))
+        programs.close()
+    assert seen[0] == seen[1]
+    assert [[event.kind for event in events] for events in seen[0]] == [["request"] * 5 + ["done"]] * len(TASKS)
+    assert len({events[2].request["messages"][2]["content"] for events in seen[0]}) == len(TASKS)   # own random numbers
+    assert all(e.request["max_tokens"] == 1 and e.request["tools"][0]["seen"] == 1
+               for events in seen[0] for e in events if e.request and e.request["type"] == "generate")
+
+
+@pytest.mark.parametrize("attack, kind, words", [
+    ("while True: pass", "killed", "time limit of 0.5 s"),
+    ("import time; time.sleep(999)", "killed", "time limit of 0.5 s"),
+    ("x = bytearray(1 << 40)", "killed", "memory limit of 256 MB"),
+    ("x = []\n            while True: x.append(bytes(1000))", "killed", "memory limit of 256 MB"),
+    ("os._exit(9)", "killed", "exit status 9"),
+    ("os.close(0)", "killed", ""),
+    ("import ctypes; ctypes.string_at(1)", "killed", "SIGSEGV"),
+    ("os.write(0, bytes(1000))", "killed", "own channel"),
+    ("os.write(0, b'\\\\xff' * 1000)", "killed", "own channel"),
+    ("import json; p = b'[' * 100000; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
+    ("p = b'{\"id\": 3, \"kind\": \"done\"}'; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
+    ("1 / 0", "error", "ZeroDivisionError: division by zero (line 19 of the harness)"),
+    ("raise SystemExit", "error", "SystemExit"),
+    ("def f(): f()\n            f()", "error", "RecursionError"),
+    ("open('/etc/passwd')", "error", "PermissionError"),
+    ("import threading; threading.Thread(target=print).start()", "error", "can't start new thread"),
+    ("yield 5", "error", "a request is a dict, not int"),
+    ("yield {'type': 'launch'}", "error", "unknown request type 'launch'"),
+    ("yield {'type': 'python', 'code': 5}", "error", "code must be a string"),
+    ("yield {'type': 'python', 'code': 'x' * (1 << 21)}", "error", "at most"),
+    ("yield generate([])", "error", "messages must be"),
+    ("yield generate(messages, max_tokens=float('nan'))", "error", "max_tokens must be"),
+    ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': float('nan')}}])", "error", "JSON"),
+    ("m = []; m.append(m); yield generate(messages, tools=m)", "error", "tools must be"),
+    ("yield {'type': 'python', 'code': '1', 'seed': 1}", "error", "no field 'seed'"),
+])
+def test_an_honest_program_beside_a_hostile_one_ends_normally(box, attack, kind, words):
+    source = ECHO.replace("ATTACK", ATTACK + attack)
+    tasks = ["question 0", "hostile", *TASKS[2:]]
+    programs = Programs(box, source, QUICK, 2)
+    events = play(programs, tasks)
+    programs.close()
+    assert (events[1][-1].kind, len(events[1])) == (kind, 5) and words in events[1][-1].message, events[1][-1]
+    calm = Programs(box, CALM, QUICK, 1)
+    assert [e for i, e in enumerate(events) if i != 1] == [e for i, e in enumerate(play(calm, tasks)) if i != 1]
+    calm.close()
+
+
+def test_a_harness_that_keeps_ending_its_worker_is_given_up(box):
+    programs = Programs(box, "import os\ndef run(task):\n    os._exit(4)\n    yield", QUICK, 2)
+    for i in range(50):
+        programs.start(i, {}, 0)
+    events = [programs.wait(i) for i in range(50)]
+    programs.start(50, {}, 0)
+    events.append(programs.wait(50))
+    assert {event.kind for event in events} == {"killed"}
+    assert sum("exit status 4" in event.message for event in events) == 3
+    assert sum("3 times" in event.message for event in events) == 48
+    programs.close()
+
+
+@pytest.mark.parametrize("source, words", [
+    ("def run(task)\n    yield", "SyntaxError: expected ':' (line 1"),
+    ("def run(task):\n    return 1", "must be a generator function"),
+    ("x = 1", "has no attribute 'run'"),
+    ("import numpy", "No module named 'numpy'"),
+    ("import sandbox", "No module named 'sandbox'"),
+    ("\0", "null bytes"),
+    ("raise StopIteration", "StopIteration"),
+])
+def test_a_broken_harness_says_why(box, source, words):
+    programs = Programs(box, source, QUICK)
+    for i in range(2):
+        programs.start(i, {}, 0)
+        event = programs.wait(i)
+        assert event.kind == "error" and words in event.message
+    programs.close()
+
+
+def test_h0_of_math(box):
+    programs = Programs(box, (ROOT / "harnesses" / "h0_math.py").read_text(), QUICK)
+    events = play(programs, ["6 * 7?"])[0]
+    assert events[0].request["messages"] == [
+        {"role": "user", "content": "6 * 7?\n\nPut your final answer in \\boxed{}."}]
+    assert [e.request and e.request["type"] for e in events] == ["generate", "python", "generate", "python", None]
+    assert events[2].request["messages"][1:] == [{"role": "assistant", "content": "said 1"},
+                                                 {"role": "tool", "name": "python", "content": "code!"}]
+    programs.close()
+
+
+def test_full_pipes_in_both_directions_do_not_block(box):
+    programs = Programs(box, CALM, Limits(seconds=5), 2)
+    question, n = "z" * 100_000, 60
+    for i in range(n):
+        programs.start(i, {"question": question}, 0)
+    for i in range(n):
+        assert programs.wait(i).request["messages"][0]["content"] == question
+        programs.resume(i, reply(question))
+    assert all(programs.wait(i).request["messages"][1]["content"] == question for i in reversed(range(n)))
+    programs.close()
+
+
+def test_a_stopped_program_is_forgotten(box):
+    programs = Programs(box, CALM, QUICK)
+    programs.start(1, {"question": "q"}, 0)
+    programs.wait(1)
+    programs.stop(1)
+    programs.start(1, {"question": "again"}, 0)
+    assert programs.wait(1).request["messages"][0]["content"] == "again"
+    programs.close()
+
+
+@pytest.mark.parametrize("payload", [
+    b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"id": true, "kind": "done"}', b'{"id": 1}',
+    b'{"id": 1, "kind": "infra"}', b'{"id": 1, "kind": "error", "message": 5}', b'{"id": 1, "kind": "request"}',
+    b'{"id": 1, "kind": "request", "request": {"type": "python", "code": NaN}}', b'{"id": ' + b"1" * 9999 + b"}",
+    b'{"id": 1, "kind": "request", "request": {"type": "python", "code": "\\ud800"}}',
+])
+def test_a_forged_frame_is_refused(payload):
+    with pytest.raises((ValueError, RecursionError)):
+        parse_answer(payload)
+
+
+def test_a_lone_surrogate_in_a_request_becomes_a_question_mark(box):
+    programs = Programs(box, "def run(task):\n    yield {'type': 'python', 'code': 'a\\ud800b'}", QUICK)
+    programs.start(1, {}, 0)
+    assert programs.wait(1).request["code"] == "a?b"
+    programs.close()
