@@ -16,7 +16,15 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from whale import CHOICES, PRESETS, Config, Run, UsageError, load_splits, train_whale
+import rollout
+from engine import ModelError, TransformersEngine
+from envs import ENVS, DataError, Task, verify_cases
+from harness_search import ForbiddenText, SearchError, bootstrap_ci, check_harness
+from rft import CheckpointError
+from rundir import UsageError
+from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
+from screen import Screen
+from whale import CHOICES, PRESETS, Config, Run, load_splits, rollout_config, task_means, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -56,21 +64,17 @@ def command_run(args: argparse.Namespace) -> int:
     cfg = resolve_config(args, args.word)
     run = Run(cfg)
     if run.state.complete:
-        run.screen.log_path = None
-        run.screen.say(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir}")
+        print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
     else:
         train_whale(run)
-    run.screen.show_end(json.loads((run.dir / "summary.json").read_text()), run.env.h0.read_text(),
-                        (run.dir / "final_harness.py").read_text(), run.dir)
+    folder = run.dir.path
+    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.env.h0.read_text(),
+                            (folder / "final_harness.py").read_text(), folder)
     return 0
 
 
 def open_parts(args: argparse.Namespace):
     """Environment, splits, engine, sandbox and rollout settings for a command that uses one harness and one model."""
-    from engine import TransformersEngine
-    from sandbox import Sandbox
-    from whale import rollout_config
-
     cfg = resolve_config(args, args.domain)
     env, splits = load_splits(cfg)
     source = read_file(args.harness)
@@ -87,16 +91,12 @@ def read_file(path: str) -> str:
 
 
 def command_eval(args: argparse.Namespace) -> int:
-    import rollout
-    from harness_search import bootstrap_ci
-    from screen import Screen
-
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     tasks, n = splits[args.split], args.n
     with sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
         traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,
                              lambda trace: advance())
-    means = [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
+    means = task_means(traces, n)
     key = hashlib.sha256(json.dumps([source, cfg.model, args.split, n, cfg.seed]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,6 @@ def command_eval(args: argparse.Namespace) -> int:
 
 
 def command_check_harness(args: argparse.Namespace) -> int:
-    from harness_search import ForbiddenText, check_harness
-
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     with sandbox:
         probes = check_harness(source, env, engine, sandbox, splits["harness"][:2],
@@ -122,16 +120,12 @@ def command_check_harness(args: argparse.Namespace) -> int:
 
 
 def command_sandbox(args: argparse.Namespace) -> int:
-    from sandbox import Limits, run_snippet
-
     read_file(args.file)
     show(args, run_snippet(Path(args.file), Limits(args.seconds, args.mb), tuple(filter(None, args.waive.split(",")))))
     return 0
 
 
 def command_verify(args: argparse.Namespace) -> int:
-    from envs import ENVS, Task, verify_cases
-
     if bool(args.cases) == bool(args.reply_file):
         raise UsageError("verify: give either --cases FILE.jsonl, or --reply-file FILE with --reference TEXT")
     if args.cases:
@@ -193,14 +187,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = build_parser().parse_args()
-    from engine import ModelError
-    from envs import DataError
-    from rft import CheckpointError
-    from sandbox import SandboxUnavailable
-
     try:
         return args.command(args)
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable) as error:
+    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

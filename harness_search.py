@@ -115,14 +115,15 @@ def select_best(outcomes: list[Outcome]) -> Outcome:
 class Search:
     """One harness phase on disk. What is complete there is taken from there, so a resumed search repeats nothing.
 
-    n_done: iterations that the caller knows already; `iterate` goes on after them. `proposer` gets a ProposalRequest and
-    returns 1 to M candidates, whose names and iterations are set here; an exception of its own ends the search as it is.
-    `on_candidate(title, n_rollouts)` is a context manager that yields a function to call after each rollout.
+    proposer: request -> 1 to M candidates, whose names and iterations are set here; what it raises is not caught.
+    on_candidate(title, n_rollouts): a context manager that yields a function to call after each rollout.
+    n_done: iterations whose outcomes the caller has already; `iterate` goes on after them.
     """
 
     def __init__(self, folder: Path, engine, env, sandbox: Sandbox, incumbent: Candidate, tasks: list[Task],
                  forbidden: "ForbiddenText", seed: tuple[int | str, ...], rollout_cfg: RolloutConfig, n_candidates: int,
-                 proposer: Callable[[ProposalRequest], list[Candidate]], on_candidate: Callable | None = None, n_done: int = 0):
+                 proposer: Callable[[ProposalRequest], list[Candidate]], on_candidate: Callable | None = None,
+                 n_done: int = 0):
         self.folder, self.engine, self.env, self.sandbox = Path(folder), engine, env, sandbox
         self.tasks, self.forbidden, self.seed, self.cfg = tasks, forbidden, seed, rollout_cfg
         self.n_candidates, self.proposer = n_candidates, proposer
@@ -139,7 +140,7 @@ class Search:
     def iterate(self) -> list[Outcome]:
         """One iteration: the first scores the incumbent, later ones propose M candidates, gate them and score them."""
         if self.engine.version != self.version:
-            raise SearchError(f"the engine serves weights version {self.engine.version}, this phase began on {self.version}")
+            raise SearchError(f"the engine serves weights {self.engine.version}, this phase began on {self.version}")
         number = self.n_iterations + 1
         candidates = self._propose(number) if number > 1 else self._write([self.incumbent])
         outcomes = []
@@ -226,12 +227,13 @@ class Search:
         for outcome in earlier:
             if program_of(outcome.candidate.source) == program_of(candidate.source):
                 return f"it is the same program as {outcome.candidate.name}", 0
-        probes = check_harness(candidate.source, self.env, self.engine, self.sandbox, self.tasks, self.forbidden, self.cfg,
-                               (*self.seed, "gate"))
+        probes = check_harness(candidate.source, self.env, self.engine, self.sandbox, self.tasks, self.forbidden,
+                               self.cfg, (*self.seed, "gate"))
         return "; ".join(f"{p.name}: {p.why}" for p in probes if not p.passed), sum(p.n_rollouts for p in probes)
 
     def _score(self, candidate: Candidate, traces: list[rollout.Trace], seconds: float) -> Score:
-        n, rewards, statuses = len(self.tasks), [trace.reward for trace in traces], Counter(trace.status for trace in traces)
+        n, rewards = len(self.tasks), [trace.reward for trace in traces]
+        statuses = Counter(trace.status for trace in traces)
         n_calls, n_tok = sum(len(trace.calls) for trace in traces), sum(trace.n_tok for trace in traces)
         failures = Counter(trace.failure for trace in traces if trace.failure != "solved")
         return Score(
@@ -261,10 +263,8 @@ class Search:
 
 def history_row(outcome: Outcome) -> str:
     """A candidate's row of history.jsonl. No seconds, so that a resumed search writes the same rows."""
-    row = {key: value for key, value in asdict(outcome.candidate).items() if key != "source"} | {"refused": outcome.refused}
-    if outcome.score:
-        row |= {key: value for key, value in asdict(outcome.score).items() if key not in ("seconds", "key")}
-    return json.dumps(row) + "\n"
+    row = asdict(outcome.candidate) | (asdict(outcome.score) if outcome.score else {}) | {"refused": outcome.refused}
+    return json.dumps({key: value for key, value in row.items() if key not in ("source", "seconds", "key")}) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -284,9 +284,9 @@ def sha256(text: str) -> str:
 def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int) -> str:
     return f"""# Your task: better harnesses for `{env.name}`
 
-A harness is the program around a fixed model. Write {n_candidates} new ones: complete Python files, each with the name of
-its parent and a hypothesis, one line that counted failures could prove wrong. Each is scored by one rollout on each of
-{len(tasks)} tasks. The best mean reward is kept, ties go to fewer model calls.
+A harness is the program around a fixed model. Write {n_candidates} new ones: complete Python files, each with the name
+of its parent and a hypothesis, one line that counted failures could prove wrong. Each is scored by one rollout on each
+of {len(tasks)} tasks. The best mean reward is kept, ties go to fewer model calls.
 
 Read `history.jsonl` (one row a candidate) and, of each candidate, `harness.py`, `score.json` or `refused.json` (why a
 gate refused it), and `traces.jsonl`: a row a rollout, with every request and result, the verdict and one word for the
@@ -297,8 +297,8 @@ Budgets, which no harness can raise: {cfg.max_calls} model calls and {cfg.max_as
 {cfg.harness_limits.seconds:g} s between two requests, {MAX_SOURCE_BYTES:,} bytes of source.
 
 Refused before scoring: files that hold questions, answers or names of data sets, that branch on a question's text or
-solve the task themselves, that score with a model that knows nothing, that fail on the first tasks, and any program that
-was tried before. The contract:
+solve the task themselves, that score with a model that knows nothing, that fail on the first tasks, and any program
+that was tried before. The contract:
 
 {harness_api.__doc__}"""
 
@@ -308,10 +308,9 @@ was tried before. The contract:
 MAX_SOURCE_BYTES = 20_000
 ALLOWED_MODULES = "re json math string textwrap itertools collections functools statistics random harness_api".split()
 FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
-MUTATORS = "update append extend insert remove pop popitem clear setdefault add sort reverse".split()
 DATA_NAMES = re.compile(
-    r"(?<![a-z])(gsm8k|svamp|mawps|asdiv|dapo|deepscaler|aime|math[-_ ]?500|hotpotqa|musique|2wiki\w*|popqa|triviaqa|nq[-_ ]open|"
-    r"bamboogle|lichess|d_(weight|harness|test)|(train|test|harness)(ing)?[-_ ](set|split))(?![a-z])", re.IGNORECASE)
+    r"(?<![a-z])(gsm8k|svamp|mawps|asdiv|dapo|deepscaler|aime|math[-_ ]?500|hotpotqa|musique|2wiki\w*|popqa|triviaqa|"
+    r"nq[-_ ]open|bamboogle|lichess|d_(weight|harness|test)|(train|test|harness)(ing)?[-_ ](set|split))(?![a-z])", re.IGNORECASE)
 QUESTION_WORDS = 12     # so many words in a row give a question away; of a shorter one (not below 5) all of them
 COMMON = 3              # words that stand in more questions than this are the language of the domain, not a question
 ANSWER_TABLE = 6        # so many constants of two or more characters that equal answers are a table of answers
@@ -345,14 +344,16 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
         return not why
 
     tree, why = parse_harness(source)
-    if not (passes("contract", why) and passes("lint", lint(tree)) and passes("literals", find_literals(tree, forbidden))):
+    if not (passes("contract", why) and passes("lint", lint(tree))
+            and passes("literals", find_literals(tree, forbidden))):
         return probes
     some = ([task for task in tasks if task.answer not in source] or tasks)[:N_PROBE_TASKS]      # no hit by chance
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
     for name, model in null_models(env, some):
-        traces = rollout.run(ScriptedEngine(engine.tokenizer, model), env, sandbox, source, some, 1, (*seed, name), generous)
-        n_right = sum(trace.reward > 0.5 for trace in traces)
-        if not passes(f"null model: {name}", f"solves {n_right} of {len(some)} tasks without a model" if n_right else ""):
+        scripted = ScriptedEngine(engine.tokenizer, model)
+        traces = rollout.run(scripted, env, sandbox, source, some, 1, (*seed, name), generous)
+        n_solved = sum(trace.reward > 0.5 for trace in traces)
+        if not passes(f"null model: {name}", f"{n_solved} of {len(some)} tasks solved without a model" if n_solved else ""):
             return probes
     traces = rollout.run(engine, env, sandbox, source, tasks[:2], 1, (*seed, "real"), cfg)
     passes("first tasks", next((f"{t.status}: {t.end}" for t in traces if t.status != "ok"), ""), len(traces))
@@ -396,10 +397,8 @@ def lint(tree: ast.Module) -> str:
         line = f"line {getattr(node, 'lineno', 0)}: "
         if name.startswith("__") or isinstance(node, ast.Name) and name in FORBIDDEN_NAMES:
             return f"{line}{name} is not allowed"
-        if isinstance(node, ast.Constant) and re.search(r"\{[^{}]*\.__", str(node.value)):
-            return f"{line}a format string that reaches for dunder names"
         if isinstance(node, ast.Attribute | ast.Subscript) and root_of(node) in imported and (
-                not isinstance(node.ctx, ast.Load) or name.startswith("_") or name in MUTATORS):
+                not isinstance(node.ctx, ast.Load) or name.startswith("_")):
             return f"{line}{root_of(node)} is shared among programs, so it must not be changed"
         tests = (
             [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else [node] if isinstance(node, ast.Compare)
@@ -411,7 +410,7 @@ def lint(tree: ast.Module) -> str:
 
 
 def root_of(node: ast.AST, asked: set[str] = frozenset()) -> str:
-    """The name at the left end of a.b[c].d(); "question" for task["question"], task.get("question") and their aliases."""
+    """The name at the left end of a.b[c].d; with `asked`, "question" for task["question"] and the names in `asked`."""
     while node is not None and not isinstance(node, ast.Name):
         keys = [node.slice] if isinstance(node, ast.Subscript) else node.args[:1] if isinstance(node, ast.Call) else []
         if asked and [constant_of(key) for key in keys] == ["question"]:
@@ -429,7 +428,8 @@ def constant_of(node: ast.AST) -> str | bytes | float | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         glue, parts = "", [constant_of(node.left), constant_of(node.right)]
     elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join" and node.args:
-        glue, parts = constant_of(node.func.value), [constant_of(part) for part in getattr(node.args[0], "elts", [None])]
+        glue = constant_of(node.func.value)
+        parts = [constant_of(part) for part in getattr(node.args[0], "elts", [None])]
     else:
         return None
     return glue.join(parts) if all(isinstance(part, str) for part in [glue, *parts]) else None
@@ -496,7 +496,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "silent", lambda prompt: ""
     yield "unsure", lambda prompt: "I don't know."
     yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
-    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # inside such tags nothing counts
+    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # inside of these nothing counts
     yield "copy", copy                                      # takes the last number that the harness put into the prompt
     yield "spray", lambda prompt: " ".join([*(box(task.answer) for task in tasks), box("987654321")])
 
@@ -549,79 +549,84 @@ class Mechanism:
 
 
 SAID = {
-    "call_limit": "were still calling the tool when the calls ran out", "malformed_call": "ended with a malformed tool call",
-    "no_answer": "gave no answer that can be read", "no_answer_after_tool": "gave no answer that can be read after the tool's output",
-    "no_tool_wrong_answer": "answered wrongly without the tool", "wrong_answer": "answered wrongly after the tool's output",
-    "tool_error": "answered wrongly after code that failed"}
+    "call_limit": "were still calling the tool at the end", "malformed_call": "ended in a malformed call",
+    "no_answer": "gave no readable answer and no call", "no_answer_after_tool": "gave no readable answer after an output",
+    "no_tool_wrong_answer": "were wrong without the tool", "wrong_answer": "were wrong after an output",
+    "tool_error": "were wrong after code that failed"}
 MATH_MECHANISMS = (
-    Mechanism("calls_4", "call_limit", "with 4 model calls", group="calls"),
-    Mechanism("calls_6", "call_limit", "with 6 model calls", group="calls"),
-    Mechanism("calls_3", "call_limit", "with 3 model calls", group="calls"),
-    Mechanism("repair_call", "malformed_call", "with such a call sent back in words", 1),
-    Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "with a request for the tool after a first reply without it", 1),
+    Mechanism("calls_4", "call_limit", "4 model calls", group="calls"),
+    Mechanism("calls_6", "call_limit", "6 model calls", group="calls"),
+    Mechanism("calls_3", "call_limit", "3 model calls", group="calls"),
+    Mechanism("repair_call", "malformed_call", "malformed calls sent back in words", 1),
+    Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "a request for the tool if the first reply has no call", 1),
     Mechanism("careful_reminder", "no_answer_after_tool wrong_answer",
-              "reminded after each output to go on or else to answer in the box", 1, "reminder"),
+              "a turn after each output that says to go on or else to box the answer", 1, "reminder"),
     Mechanism("careful_reminder_in_output", "no_answer_after_tool wrong_answer",
-              "reminded inside each output to go on or else to answer in the box", 1, "reminder"),
-    Mechanism("blunt_reminder", "no_answer_after_tool", "reminded after each output to answer in the box", group="reminder"),
-    Mechanism("blunt_reminder_in_output", "no_answer_after_tool", "reminded inside each output to answer in the box",
-              group="reminder"),
-    Mechanism("ask_for_box", "no_answer_after_tool no_answer", "asked once for the box where it is missing", 1),
-    Mechanism("explain_error", "tool_error", "told in words that the code failed", 1),
-    Mechanism("system_tool", "no_tool_wrong_answer no_answer", "with a system prompt that asks for the tool"),
-    Mechanism("checklist", "wrong_answer no_answer_after_tool", "with a checklist below the question"),
-    Mechanism("steps", "wrong_answer", "asked for one step a call", 1),
+              "a line in each output that says to go on or else to box the answer", 1, "reminder"),
+    Mechanism("blunt_reminder", "no_answer_after_tool",
+              "a turn after each output that says to box the answer", group="reminder"),
+    Mechanism("blunt_reminder_in_output", "no_answer_after_tool",
+              "a line in each output that says to box the answer", group="reminder"),
+    Mechanism("ask_for_box", "no_answer_after_tool no_answer", "a missing box asked for once", 1),
+    Mechanism("explain_error", "tool_error", "a turn that says so when the code failed", 1),
+    Mechanism("system_tool", "no_tool_wrong_answer no_answer", "a system prompt that asks for the tool"),
+    Mechanism("checklist", "wrong_answer no_answer_after_tool", "a checklist below the question"),
+    Mechanism("steps", "wrong_answer", "one step a call asked for", 1),
 )
 CAREFUL = "If more steps are needed, call the python tool again; otherwise give the final answer in \\boxed{}."
 BLUNT = "Now give the final answer in \\boxed{}."
+# What to say to a reply without a well-formed call: mechanism -> constant, text, when.
+ANSWERS = {
+    "repair_call": ("REPAIR", "The tool call could not be read. Send it again as valid JSON.",
+                    '"<tool_call>" in reply.content:                      # a call that could not be read'),
+    "ask_for_tool": ("ASK_FOR_TOOL", "Please use the python tool to compute.", "turn == 0:"),
+    "ask_for_box": ("ASK_FOR_BOX",
+                    "If you are not done, go on with the next step; otherwise give the final answer in \\boxed{}.",
+                    '"\\\\boxed{" not in reply.content and messages[-2]["content"] != ASK_FOR_BOX:    # once'),
+}
 
 
 def render_math(has: frozenset[str], heading: str) -> str:
     """The harness file that has these mechanisms; with none of them it is h0."""
-    careful, in_output = any("careful" in name for name in has), any("in_output" in name for name in has)
-    reminder = (CAREFUL if careful else BLUNT) if careful or any("blunt" in name for name in has) else ""
-    lines = ["Put your final answer in \\boxed{{}}."]
-    lines[:0] = ["Work step by step, one tool call for each step."] if "steps" in has else []
-    lines[:0] = ["Use the python tool for every calculation."] if "checklist" in has else []
+    answers = [answer for name, answer in ANSWERS.items() if name in has]
+    reminders = [name for name in has if "reminder" in name]
+    lines = ["Use the python tool for every calculation."] * ("checklist" in has) + [
+        "Work step by step, one tool call for each step."] * ("steps" in has) + ["Put your final answer in \\boxed{{}}."]
     constants = {
         "SYSTEM_PROMPT": "Always use the python tool to compute." if "system_tool" in has else "",
-        "USER_PROMPT": "{question}\n\n" + ("\n".join(f"- {line}" for line in lines) if "checklist" in has else " ".join(lines)),
-        "MAX_CALLS": n_calls(has)}
-    texts = {
-        "REPAIR": "repair_call" in has and "The tool call could not be read. Send it again as valid JSON.",
-        "ASK_FOR_TOOL": "ask_for_tool" in has and "Please use the python tool to compute.",
-        "ASK_FOR_BOX": "ask_for_box" in has and
-                       "If you are not done, go on with the next step; otherwise give the final answer in \\boxed{}.",
-        "REMINDER": reminder, "ERROR": "explain_error" in has and "The code failed. Fix the error and call the python tool again."}
-    texts = {name: text for name, text in texts.items() if text}
-    constants = "\n".join(f"{name} = {json.dumps(value)}" for name, value in (constants | texts).items())
-    tests = {"REPAIR": '"<tool_call>" in reply.content:                      # a call that could not be read',
-             "ASK_FOR_TOOL": "turn == 0:",
-             "ASK_FOR_BOX": '"\\\\boxed{" not in reply.content and messages[-2]["content"] != ASK_FOR_BOX:     # ask once'}
-    asks = "".join(f'            {"el" * (i > 0)}if {tests[name]}\n                messages += chat("", {name})\n'
-                   for i, name in enumerate(name for name in tests if name in texts))
-    ending = f"{asks}            else:\n                return\n            continue\n" if asks else "            return\n"
+        "USER_PROMPT": "\n- ".join(["{question}\n", *lines]) if "checklist" in has else "{question}\n\n" + " ".join(lines),
+        "MAX_CALLS": n_calls(has), **{constant: text for constant, text, _ in answers}}
+    if reminders:
+        constants["REMINDER"] = CAREFUL if "careful" in reminders[0] else BLUNT
+    if "explain_error" in has:
+        constants["ERROR"] = "The code failed. Fix the error and call the python tool again."
+
+    branches = "".join(f'            {"elif" if i else "if"} {test}\n                messages += chat("", {constant})\n'
+                       for i, (constant, _, test) in enumerate(answers))
+    ending = branches + "            else:\n                return\n            continue" if answers else "            return"
     output, after = "output", ""
-    if reminder and in_output:
-        output = 'f"{output}\\n\\n{REMINDER}"' + (' if output.ok else output' if "ERROR" in texts else "")
-    if "ERROR" in texts:
+    if "ERROR" in constants:
         after = '        if not output.ok:\n            messages += chat("", ERROR)\n'
-    if reminder and not in_output:
+    if reminders and "in_output" in reminders[0]:
+        output = 'f"{output}\\n\\n{REMINDER}"' + (" if output.ok else output" if after else "")
+    elif reminders:
         after += ("        else:\n    " if after else "") + '        messages += chat("", REMINDER)\n'
+    assignments = "\n".join(f"{name} = {json.dumps(value)}" for name, value in constants.items())
     return f'''"""{heading}"""
 
 from harness_api import PYTHON, chat, generate, python, tool_result
 
-{constants}
+{assignments}
 
 
 def run(task):
     messages = chat(SYSTEM_PROMPT, USER_PROMPT.format(**task))
-    for {"turn" if "ASK_FOR_TOOL" in texts else "_"} in range(MAX_CALLS):
+    for {"turn" if "ask_for_tool" in has else "_"} in range(MAX_CALLS):
         reply = yield generate(messages, tools=[PYTHON])
         messages.append(reply.message)
         if not reply.tool_calls:
-{ending}        for call in reply.tool_calls:
+{ending}
+        for call in reply.tool_calls:
             output = yield python(call.arguments.get("code", ""))
             messages.append(tool_result(call, {output}))
 {after}'''
@@ -636,13 +641,13 @@ def n_calls(has: frozenset[str]) -> int:
 
 def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mechanism]) -> frozenset[str]:
     """The base with these in it, one of a group, and with the model calls that they need."""
-    has = base
+    has = set(base)
     for name in added:
-        has = frozenset(other for other in has if not known[name].group or known[other].group != known[name].group) | {name}
+        has = {other for other in has if not known[name].group or known[other].group != known[name].group} | {name}
     needed = min(6, 2 + sum(known[name].n_extra_calls for name in has))
-    if n_calls(has) >= needed:
-        return has
-    return frozenset(name for name in has if known[name].group != "calls") | {f"calls_{max(needed, 3) + (needed == 5)}"}
+    if n_calls(has) < needed:
+        has = {name for name in has if known[name].group != "calls"} | {f"calls_{needed + (needed == 5)}"}
+    return frozenset(has)
 
 
 def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
@@ -659,25 +664,27 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     if not base <= known.keys() or program_of(render(base, "")) != program_of(parent.source):
         base, origin = frozenset(), f"(from h0's structure, as the mechanisms of {parent.name} are not known) "
     scored = {o.candidate.name: (set(o.candidate.mechanisms), o.score.mean) for o in request.history if o.score}
-    no_help = {name for o in request.history if o.score and o.candidate.parent and o.score.mean <= scored[o.candidate.parent][1]
-               for name in scored[o.candidate.name][0] - scored[o.candidate.parent][0]}
+    steps = [(*scored[o.candidate.parent], *scored[o.candidate.name]) for o in request.history if o.score and o.candidate.parent]
+    no_help = set().union(*(after - before for before, old_mean, after, new_mean in steps if new_mean <= old_mean))
 
-    def rank(covered: set[str], without: set[str]) -> list[str]:
-        """Mechanisms that could be added, by the rollouts whose failure they address, or half of them where one has not
-        helped so far; `covered` kinds of failure do not count, and no name or group in `without` is there."""
+    def rank(chosen: set[str]) -> list[str]:
+        """What could be added to the base and to `chosen`, by how many rollouts failed in ways that it addresses and they
+        do not. Where it has not helped so far, they count half."""
+        covered = set().union(*(cures[name] for name in chosen))
         weights = {name: sum(failures[word] for word in cures[name] - covered) / (1 + (name in no_help)) for name in known}
-        return sorted((name for name in known if name not in base and not {name, known[name].group} & without),
-                      key=weights.get, reverse=True)
+        groups = {known[name].group or name for name in chosen}
+        return sorted((name for name in known if name not in base and (known[name].group or name) not in groups),
+                      key=weights.get, reverse=True)                # stable: ties in the order of the table
 
     def fills(slot: int) -> Iterator[tuple[list[str], list[str]]]:
         """(added, removed) mechanisms for a slot, the most wanted first."""
         if slot < request.n_candidates - 1:
             if slot == request.n_candidates - 2 and base and len(request.history) > 6 and rng.random() < 0.5:
-                yield [], [rng.choice(sorted(base))]            # later on: does something not earn its place?
-            yield from (([name], []) for name in rank(set().union(*(cures[name] for name in used if name in cures)), used))
+                yield [], [rng.choice(sorted(base))]                # later on: does something not earn its place?
+            yield from (([name], []) for name in rank(used))
         several: list[str] = []
         for _ in range(4):
-            several += rank(set().union(*map(cures.get, several)), {*several, *(known[name].group for name in several)} - {""})[:1]
+            several += rank(set(several))[:1]
         yield from ((several[:n], []) for n in (3, 2, 4))
         for _ in range(1000):
             yield rng.sample(list(known), rng.randint(2, 5)), []
@@ -685,14 +692,15 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     def explain(added: list[str], removed: list[str]) -> str:
         """A hypothesis that the counts in the new candidate's score.json can prove wrong."""
         cited = {word: failures[word] for word in SAID if failures[word] and any(word in cures[name] for name in added)}
-        claim = " and ".join([f"without {name}" for name in removed] + [known[name].claim for name in added])
+        claim = ", ".join([f"without {name}" for name in removed] + [f"with {known[name].claim}" for name in added])
         if removed or sum(cited.values()) < 2:
-            return f"{origin}{claim} the mean reward {'does not fall below' if removed else 'rises above'} {best.score.mean:.3f}"
+            goal = "does not fall below" if removed else "rises above"
+            return f"{origin}{claim}, the mean reward {goal} {best.score.mean:.3f}"
         counts = ", ".join(f"{n} {SAID[word]}" for word, n in cited.items())
-        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim} at most {sum(cited.values()) // 2} will"
+        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {sum(cited.values()) // 2} will"
 
     taken = {program_of(outcome.candidate.source) for outcome in request.history}
-    used: set[str] = set()                                      # names and groups of the mechanisms in this iteration
+    used: set[str] = set()                                          # mechanisms that this iteration has tried
     candidates = []
     for slot in range(request.n_candidates):
         for added, removed in fills(slot):
@@ -700,9 +708,9 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
             changed = [name for name in known if name in has - base]
             hypothesis = explain(changed, removed)
             source = render(has, textwrap.fill(f"From {parent.name} by rule: {hypothesis}.", 116))
-            if has != base and program_of(source) not in taken:
+            if program_of(source) not in taken:
                 taken.add(program_of(source))
-                used |= {part for name in changed for part in (name, known[name].group) if part}
+                used |= set(changed)
                 candidates.append(Candidate("", parent.name, hypothesis, tuple(sorted(has)), source, 0))
                 break
     return candidates

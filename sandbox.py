@@ -262,6 +262,23 @@ def snippet_child(jail: Jail, channel: int, limits: Limits) -> None:
 FRAME = struct.Struct("<I")             # length of the payload that follows
 
 
+def pack_frame(payload: bytes) -> bytes:
+    return FRAME.pack(len(payload)) + payload
+
+
+def cut_frames(buffer: bytearray, max_bytes: int = sys.maxsize) -> Iterator[bytes]:
+    """Cut the complete frames off the front of `buffer`. ValueError at one that is longer than `max_bytes`."""
+    while len(buffer) >= 4:
+        end = 4 + FRAME.unpack_from(buffer)[0]
+        if end - 4 > max_bytes:
+            raise ValueError(f"a frame of {end - 4} bytes")
+        if len(buffer) < end:
+            return
+        payload = bytes(buffer[4:end])
+        del buffer[:end]
+        yield payload
+
+
 class Channel:
     """Frames over a stream socket, never blocking: what cannot go out now waits in `outbox` until `readable` finds room,
     so two ends that write at the same time cannot hang."""
@@ -273,7 +290,7 @@ class Channel:
         sock.setblocking(False)
 
     def send(self, payload: bytes, *sockets: socket.socket) -> None:
-        self.outbox += FRAME.pack(len(payload)) + payload
+        self.outbox += pack_frame(payload)
         self.sockets_out += sockets
         self.flush()
 
@@ -284,13 +301,17 @@ class Channel:
                     n_sent = socket.send_fds(self.sock, [self.outbox], [s.fileno() for s in self.sockets_out])
                 else:
                     n_sent = self.sock.send(self.outbox)
-                while self.sockets_out:
-                    self.sockets_out.pop().close()
+                self.drop_sockets()
                 del self.outbox[:n_sent]
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
             self.outbox.clear()             # the other end is gone; reading says so
+            self.drop_sockets()
+
+    def drop_sockets(self) -> None:
+        while self.sockets_out:
+            self.sockets_out.pop().close()
 
     def read(self, max_fds: int = 0) -> bool:
         """Take what is there into `inbox`; False at the end of the stream."""
@@ -306,18 +327,6 @@ class Channel:
             return False
         self.inbox += chunk
         return bool(chunk)
-
-    def frames(self, max_bytes: int) -> Iterator[bytes]:
-        """Cut the complete frames off `inbox`. ValueError at one that is longer than `max_bytes`."""
-        while len(self.inbox) >= 4:
-            end = 4 + FRAME.unpack_from(self.inbox)[0]
-            if end - 4 > max_bytes:
-                raise ValueError(f"a frame of {end - 4} bytes")
-            if len(self.inbox) < end:
-                return
-            payload = bytes(self.inbox[4:end])
-            del self.inbox[:end]
-            yield payload
 
 
 def readable(channels: Iterable[Channel], timeout_s: float | None) -> list[Channel]:
@@ -354,12 +363,13 @@ class HarnessProgram:
         api = types.ModuleType("harness_api")
         vars(api).update(vars(harness_api), PYTHON=json.loads(json.dumps(harness_api.PYTHON)))      # own copy to change
         self.modules = {"harness_api": api, "harness": types.ModuleType("harness")}
-        self.code, self.generator, self.request = code, None, None
+        self.code, self.generator, self.request, self.is_over = code, None, None, False
         random.seed(seed)
         self.random_state = random.getstate()
 
-    def exchange(self, frame: dict) -> dict:
-        """Hand over the task, or the result of the last request; returns the program's next event."""
+    def exchange(self, frame: dict) -> bytes:
+        """Hand over the task, or the result of the last request; returns the program's next event as JSON."""
+        program_id = frame["id"]
         sys.modules.update(self.modules)
         random.setstate(self.random_state)
         try:
@@ -372,19 +382,22 @@ class HarnessProgram:
                 request = (next(self.generator) if "task" in frame
                            else self.generator.send(harness_api.parse_result(self.request, frame["result"])))
             except StopIteration:
-                return {"kind": "done"}
-            problem = harness_api.check_request(request)
-            if not problem and len(to_json(request, allow_nan=False)) > MAX_REQUEST_BYTES:
+                self.is_over = True
+                return to_json({"id": program_id, "kind": "done"})
+            if not (problem := harness_api.check_request(request)):
+                self.request = request
+                event = to_json({"id": program_id, "kind": "request", "request": request}, allow_nan=False)
+                if len(event) <= MAX_REQUEST_BYTES:
+                    return event
                 problem = f"a request is at most {MAX_REQUEST_BYTES} bytes of JSON"
-            if problem:
-                self.generator.close()
-                return {"kind": "error", "message": problem}
-            self.request = request
-            return {"kind": "request", "request": request}
+            self.is_over = True
+            self.generator.close()
+            return to_json({"id": program_id, "kind": "error", "message": problem})
         except MemoryError:
             os._exit(EXIT_MEMORY)
         except BaseException as error:      # whatever the program raised is its end
-            return {"kind": "error", "message": describe(error)}
+            self.is_over = True
+            return to_json({"id": program_id, "kind": "error", "message": describe(error)})
         finally:
             self.random_state = random.getstate()
 
@@ -407,10 +420,10 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
     sys.stderr = sys.__stderr__ = sys.stdout
     sys.stdin = sys.__stdin__ = None
     sys.modules["__main__"] = types.ModuleType("__main__")
-    channel, code, broken, programs = Channel(socket.socket(fileno=0)), None, "", {}
-    channel.sock.setblocking(True)
-    while channel.read():
-        for frame in map(json.loads, channel.frames(sys.maxsize)):
+    code, broken, programs, inbox = None, "", {}, bytearray()
+    while chunk := os.read(0, 1 << 18):
+        inbox += chunk
+        for frame in map(json.loads, cut_frames(inbox)):
             if "source" in frame:
                 try:
                     code = compile(frame["source"], "<harness>", "exec")
@@ -421,12 +434,14 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
             if "task" in frame and not broken:
                 programs[program_id] = HarnessProgram(code, frame["seed"])
             if program_id in programs:
-                answer = programs[program_id].exchange(frame)
+                event = programs[program_id].exchange(frame)
+                if programs[program_id].is_over:
+                    del programs[program_id]
             else:
-                answer = {"kind": "error", "message": broken or "the program has ended already"}
-            if answer["kind"] != "request":
-                programs.pop(program_id, None)
-            channel.send(to_json({"id": program_id, **answer}))
+                event = to_json({"id": program_id, "kind": "error", "message": broken or "the program has ended already"})
+            reply = memoryview(pack_frame(event))
+            while reply:
+                reply = reply[os.write(0, reply):]
 
 
 # ---------------------------------------------------------------------------------------------- 4. the helper process
@@ -494,7 +509,7 @@ class Helper:
             if self.control in ready:
                 if not self.control.read(max_fds=8):
                     break
-                for payload in self.control.frames(sys.maxsize):
+                for payload in cut_frames(self.control.inbox):
                     self.obey(*split_message(payload))
             for child in list(self.snippets):
                 if child.channel in ready:
@@ -600,7 +615,7 @@ def enter_namespaces() -> str:
 def helper_main(control_fd: int, host_pid: int, max_jobs: int) -> None:
     """The helper's entry point: `python -S -s -B sandbox.py --helper FD PID N`, in an empty environment."""
     die_with(host_pid)
-    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))     # from here on the standard library only
+    sys.path.pop(0)                         # this file's directory: from here on the standard library only
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")              # if memory runs out, the kernel takes one of us, not the trainer
@@ -708,7 +723,7 @@ class Sandbox:
                 if not self._control.read():
                     self._lose_helper()
                     continue
-                for head, body in map(split_message, self._control.frames(sys.maxsize)):
+                for head, body in map(split_message, cut_frames(self._control.inbox)):
                     self._answers[head["job"]] = head, body
                 is_pinged, give_up = False, time.monotonic() + SILENCE_S
             elif time.monotonic() >= give_up:
@@ -756,6 +771,8 @@ class Sandbox:
     def spawn_worker(self, memory_mb: int) -> tuple[str, Channel] | None:
         """For Programs: a jailed worker, after its report was checked, and the channel to it. None: no helper."""
         self._revive()
+        if self._control is None:
+            return None
         job, (ours, theirs) = self._new_name(), socket.socketpair()
         self._tell({"op": "worker", "job": job, "memory_mb": memory_mb}, b"", theirs)
         channel = Channel(ours)
@@ -767,6 +784,7 @@ class Sandbox:
         layers = json.loads(channel.inbox) if channel.inbox.endswith(b"\n") else {}
         if layers != {"on": self.layers["on"], "off": self.layers["off"]}:
             ours.close()
+            self.ask_worker("end", job)         # or learn that there is no helper
             return None
         channel.inbox.clear()
         return job, channel
@@ -892,7 +910,7 @@ class Programs:
             self._bury(worker, "")
             return
         try:
-            for payload in worker.channel.frames(MAX_REQUEST_BYTES + 4096):
+            for payload in cut_frames(worker.channel.inbox, MAX_REQUEST_BYTES):
                 program_id, event = parse_answer(payload)
                 if not worker.pending or worker.pending[0].program_id != program_id:
                     raise ValueError(f"program {program_id} was not asked")

@@ -46,5 +46,5 @@ class Screen:
         if diff:
             self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
         else:
-            self.say("the final harness is h0")
-        self.say(f"best is chosen on the test split, as in the paper; the run lies in {folder}")
+            self.console.print("the final harness is h0")
+        self.console.print(f"best is chosen on the test split, as in the paper; the run lies in {folder}")

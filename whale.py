@@ -2,8 +2,8 @@
 
 An agent is its weights theta and its harness h. Coordinate ascent on J(theta, h) = E[R(x, tau)] (section 3):
 
-    theta <- weight_phase(theta, h)     online rejection-sampling fine-tuning under the current harness   (rft.py)
-    h     <- harness_phase(theta, h)    a proposer rewrites the harness file, real rollouts score it      (harness_search.py)
+    theta <- weight_phase(theta, h)     rft.py: online rejection-sampling fine-tuning under the current harness
+    h     <- harness_phase(theta, h)    harness_search.py: a proposer rewrites the file, real rollouts score it
 
 Differs from the paper:
 - Evaluation: the test split is measured at the start and after every phase, always with the same seeds.
@@ -15,20 +15,26 @@ Differs from the paper:
     bash run.sh check-harness math FILE | sandbox FILE.py | verify math --cases FILE.jsonl
 """
 
-import fcntl
 import hashlib
 import json
-import os
+import random
 import re
 import shutil
 import subprocess
-import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from harness_search import write_atomically
-from screen import Screen
+import rollout
+import sched
+from engine import TransformersEngine, weights_checksum
+from envs import ENVS, Task, check_disjoint
+from harness_search import (
+    Candidate, ForbiddenText, Outcome, Search, bootstrap_ci, propose_by_rules, write_atomically)
+from rft import StepStats, TrainConfig, Trainer
+from rollout import RolloutConfig, Trace, derive_seed
+from rundir import RunDir, UsageError
+from sandbox import Limits, Sandbox
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -102,7 +108,7 @@ class Config:
 
 
 PRESETS = {
-    "paper": {},
+    "paper": {},                            # the table of the paper, for math
     "tiny": dict(
         model=str(ROOT / "embedded" / "model"), epochs=0.2, iterations=3, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
@@ -110,388 +116,282 @@ PRESETS = {
 }
 CHOICES = {"domain": ("math",), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
+PROPOSERS = {"rules": propose_by_rules}
 FREE_ON_RESUME = {"out", "name", "n_workers"}     # fields that change no result
-
-
-class UsageError(ValueError):
-    """Something the user asked for cannot be done; the message says what to change."""
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
 
 def train_whale(run: "Run") -> None:
-    """Algorithm 1 of the paper. `run` holds what a resumed run must know and gives it back here."""
-    import harness_search
-    import rollout
-    import sched
-
+    """The paper's algorithm: alternate the two phases until the budget is spent, evaluate after each."""
     cfg, state = run.cfg, run.state
     run.evaluate("base")                                                        # mean@8 of (theta_0, h_0)
     for phase in sched.phases(cfg.method, run.fixed_schedule(), run.adaptive_schedule(), cfg.stagewise_phases,
                               start=state.phase):
-        if run.spent(phase):
+        if run.is_spent(phase):
             break
         run.begin_phase(phase)
         for signal in state.signals:                                            # recorded before we were stopped
             phase.rule.record(signal)
         if phase.kind == "weight":
-            while phase.rule.goes_on and not run.spent(phase):
-                tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, cfg.prompt_batch)
+            while phase.rule.goes_on and not run.is_spent(phase):
+                tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, cfg.prompt_batch)     # x ~ D_weight
                 traces = run.roll_out("weight", tasks, cfg.group_size, state.weight_step)      # tau ~ pi_{theta,h}
                 accepted = [trace.sequences() for trace in traces if trace.accepted]           # S+
-                stats = run.trainer.step(accepted, rollout.derive_seed(cfg.seed, "sft", state.weight_step))
-                run.serve_weights()                                             # the next rollouts are on-policy
-                phase.rule.record(run.finish_weight_step(phase, traces, stats))
+                stats = run.trainer.step(accepted, derive_seed(cfg.seed, "sft", state.weight_step))
+                run.serve_weights()                                             # so the next rollouts are on-policy
+                run.finish_weight_step(phase, traces, stats)
         else:
-            search = harness_search.Search(**run.search_arguments(phase))
-            while phase.rule.goes_on and not run.spent(phase):
+            search = run.open_search(phase)                                     # iteration 1 scores the incoming h
+            while phase.rule.goes_on and not run.is_spent(phase):
                 outcomes = search.iterate()                                     # propose M, gate, score on D_harness
-                phase.rule.record(run.finish_iteration(phase, outcomes, search.best()))
-            run.adopt(phase, search)                                            # h <- the archive's best
+                run.finish_iteration(phase, outcomes, search)
+            run.adopt_best(phase, search)                                       # h <- the archive's best
         run.evaluate(f"cycle {phase.cycle}, after the {phase.kind} phase")
         run.finish_phase()
     run.finish()
 
 
-def sample_tasks(tasks: list, seed: int, n_drawn: int, n: int) -> list:
-    """The next n prompts of an endless sequence of shuffled epochs: nothing twice before all once, over all phases."""
-    import random
-
-    from rollout import derive_seed
-
-    picked = []
+def sample_tasks(tasks: list[Task], seed: int, n_drawn: int, n: int) -> list[Task]:
+    """The next n prompts of an endless row of shuffled epochs: none twice before all once, through all phases."""
+    picked, order = [], []
     for i in range(n_drawn, n_drawn + n):
         epoch, position = divmod(i, len(tasks))
-        if position == 0 or not picked:
+        if position == 0 or not order:
             order = random.Random(derive_seed(seed, "epoch", epoch)).sample(range(len(tasks)), len(tasks))
         picked.append(tasks[order[position]])
     return picked
 
 
-# ---- a run on disk --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class State:
-    """What a resumed run must know beside the weights; state.json, written last after every step."""
-    phase: int = 0                          # index of the running phase
-    signals: list[float] = field(default_factory=list)          # of the running phase, as its rule saw them
-    weight_step: int = 0
-    n_drawn: int = 0                        # prompts drawn from D_weight so far
-    empty_steps: int = 0                    # weight steps in a row without an accepted rollout
-    harness: dict = field(default_factory=dict)                 # the current candidate
-    evals: list[dict] = field(default_factory=list)
-    accepted: list[dict] = field(default_factory=list)
-    ledger: dict[str, dict[str, float]] = field(default_factory=dict)
-    harness_iterations: int = 0
-    metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
-    complete: bool = False
-
-
 class Run:
-    """One run: its directory, its parts, its ledger. The loop calls its methods in the order in which they stand."""
-
-    LEDGER = ("setup", "weight", "harness", "gates", "eval")
+    """The parts of a run, and what the loop asks of them, in the order in which it asks."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.dir = cfg, cfg.run_dir
-        self.screen = Screen()
-        self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
+        self.cfg = cfg
         self.env, splits = load_splits(cfg)
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
-        self.identity = {"config": {k: v for k, v in asdict(cfg).items() if k not in FREE_ON_RESUME},
-                         "data_sha256": {k: hash_tasks(v) for k, v in splits.items()},
-                         "model_sha256": hash_model(cfg.model),
-                         "h0_sha256": hashlib.sha256(self.env.h0.read_bytes()).hexdigest()}
-        self._open_directory()
+        check_disk(cfg)
+        self.dir = RunDir(cfg.run_dir, identity={
+            "config": {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME},
+            "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
+                       "model": hash_model(cfg.model), "h0": hashlib.sha256(self.env.h0.read_bytes()).hexdigest()}})
+        self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
             self._load_parts()
 
-    def _open_directory(self) -> None:
-        check_disk(self.cfg)
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.dir / ".lock", "w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{self.dir} is in use by another run; give this one another --name") from None
-        path = self.dir / "config.json"
-        if path.exists():
-            before = json.loads(path.read_text())
-            changes = [f"{group}.{key}: {before[group].get(key)!r} then, {value!r} now" for group in ("config", "data_sha256")
-                       for key, value in self.identity[group].items() if before[group].get(key) != value]
-            changes += [f"{key} changed" for key in ("model_sha256", "h0_sha256") if before[key] != self.identity[key]]
-            if changes:
-                raise UsageError(f"{self.dir} holds a run with other settings:\n  " + "\n  ".join(changes)
-                                 + "\nGive this run another --name, or remove that directory.")
-        else:
-            write_atomically(path, json.dumps(self.identity, indent=1) + "\n")
-        state = self.dir / "state.json"
-        self.state = State(**json.loads(state.read_text())) if state.exists() else State()
-        self.resumed = state.exists()
-        with open(self.dir / "metrics.jsonl", "ab") as metrics:
-            metrics.truncate(self.state.metrics_bytes)
-        self.screen.log_path = self.dir / "log.txt"
-
     def _load_parts(self) -> None:
-        from engine import TransformersEngine
-        from harness_search import Candidate, ForbiddenText
-        from rft import TrainConfig, Trainer
-        from sandbox import Sandbox
-
         cfg, state = self.cfg, self.state
-        for line in describe_config(cfg) if not self.resumed else []:
-            self.screen.say(line)
+        if not self.dir.resumed:
+            self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
         self.sandbox = Sandbox(waive=cfg.waived_layers)
-        self.screen.say(f"sandbox layers on: {', '.join(self.sandbox.layers['on'])}"
-                        + "".join(f"; {name} off: {why}" for name, why in self.sandbox.layers["off"].items())
-                        + (f"; WAIVED: {', '.join(self.sandbox.layers['waived'])}" if self.sandbox.layers["waived"] else ""))
+        layers = self.sandbox.layers
+        self.say("sandbox layers on: " + ", ".join(layers["on"])
+                 + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
+                 + "".join(f"; {name} WAIVED" for name in layers["waived"]))
         self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
         if self.engine.tokenizer.chat_template is None:
-            self.screen.say(f"{cfg.model} has no chat template: turns are written as labelled paragraphs (User:, Assistant:)")
-        self.trainer = Trainer(cfg.model, TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}), cfg.device)
+            self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
+        self.trainer = Trainer(cfg.model, TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}),
+                               cfg.device)
         self.rollout_cfg = rollout_config(cfg)
-        self.forbidden = ForbiddenText(self.train + self.harness_tasks + self.test)
-        if state.weight_step:
-            self.trainer.load(self._weights_dir(state.weight_step))
-            self.serve_weights()
+        self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
         self.harness = Candidate("h0", "", "the starting point", (), self.env.h0.read_text(), 0)
         if state.harness:
             self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
-        if self.resumed:
-            self.screen.say(f"resumed after weight step {state.weight_step}, phase {state.phase + 1}")
-        self._clock("setup")
+        if state.weight_step:
+            self.trainer.load(self.dir.weights_dir(state.weight_step))          # step n + 1 starts from step n
+            self.serve_weights()
+        if self.dir.resumed:
+            self.say(f"resumed after weight step {state.weight_step}, in phase {state.phase + 1}")
+        self.dir.clock("setup")
 
-    # -- what the loop asks for --
+    # -- schedule --
 
     def fixed_schedule(self) -> tuple[int, int]:
-        from sched import steps
-        return steps(self.cfg.epochs, len(self.train), self.cfg.prompt_batch), self.cfg.iterations
+        """(E in weight steps, I)."""
+        return sched.steps(self.cfg.epochs, len(self.train), self.cfg.prompt_batch), self.cfg.iterations
 
     def adaptive_schedule(self) -> tuple[int, int, int, int]:
-        from sched import steps
-        c = self.cfg
-        return (steps(c.patience_epochs, len(self.train), c.prompt_batch), c.patience_iterations, c.min_iterations,
-                c.max_iterations)
+        cfg = self.cfg
+        return (sched.steps(cfg.patience_epochs, len(self.train), cfg.prompt_batch), cfg.patience_iterations,
+                cfg.min_iterations, cfg.max_iterations)
 
     def budget(self) -> int:
-        from sched import planned_rollouts
-        c, (n_steps, n_iterations) = self.cfg, self.fixed_schedule()
-        return c.rollouts or planned_rollouts(
-            n_steps, c.prompt_batch, c.group_size, n_iterations, c.candidates, len(self.harness_tasks), c.cycles)
+        """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
+        cfg, (n_steps, n_iterations) = self.cfg, self.fixed_schedule()
+        return cfg.rollouts or sched.planned_rollouts(n_steps, cfg.prompt_batch, cfg.group_size, n_iterations,
+                                                      cfg.candidates, len(self.harness_tasks), cfg.cycles)
 
-    def training_rollouts(self) -> int:
-        return int(sum(self.state.ledger.get(phase, {}).get("rollouts", 0) for phase in ("weight", "harness")))
-
-    def spent(self, phase) -> bool:
-        """WHALE runs its cycles; all methods stop at the budget, so that arms compare at equal training rollouts."""
+    def is_spent(self, phase: sched.Phase) -> bool:
+        """WHALE runs its cycles; with --rollouts, and for all other methods, the budget decides."""
         if self.cfg.method in ("whale", "adaptive") and not self.cfg.rollouts:
             return phase.cycle > self.cfg.cycles
-        return self.training_rollouts() >= self.budget()
+        return self.dir.training_rollouts() >= self.budget()
 
-    def begin_phase(self, phase) -> None:
-        self.screen.say(f"cycle {phase.cycle}: {phase.kind} phase under {self.harness.name} "
-                        f"({phase.rule.why}); {self.training_rollouts()} of {self.budget()} training rollouts spent")
+    def begin_phase(self, phase: sched.Phase) -> None:
+        self.say(f"cycle {phase.cycle}: {phase.kind} phase from {self.harness.name} ({phase.rule.why}); "
+                 f"{self.dir.training_rollouts():,} of {self.budget():,} training rollouts spent", style="bold")
 
-    def roll_out(self, kind: str, tasks: list, n: int, index: int) -> list:
-        """Rollouts of the current harness, charged to `kind`; seeds by (run, kind, index)."""
-        import rollout
+    # -- weight phase --
 
-        started = time.monotonic()
-        with self.screen.bar(f"{kind} rollouts", len(tasks) * n) as advance:
+    def roll_out(self, kind: str, tasks: list[Task], n: int, index: int) -> list[Trace]:
+        """n rollouts a task of the current harness, charged to `kind`; seeds by (run, kind, index)."""
+        with self.dir.screen.bar(f"{kind} rollouts", len(tasks) * n) as advance:
             traces = rollout.run(self.engine, self.env, self.sandbox, self.harness.source, tasks, n,
                                  (self.cfg.seed, kind, index), self.rollout_cfg, lambda trace: advance())
-        self.rollouts_per_s = len(traces) / (time.monotonic() - started)
-        self._charge(kind, rollouts=len(traces), model_calls=sum(len(trace.calls) for trace in traces),
-                     prompt_tok=sum(trace.n_prompt_tok for trace in traces),
-                     completion_tok=sum(trace.n_tok for trace in traces),
-                     tool_calls=sum(trace.n_tool_calls for trace in traces))
+        self.dir.charge(kind, rollouts=len(traces), model_calls=sum(len(trace.calls) for trace in traces),
+                        prompt_tok=sum(trace.n_prompt_tok for trace in traces),
+                        completion_tok=sum(trace.n_tok for trace in traces),
+                        tool_calls=sum(trace.n_tool_calls for trace in traces))
         return traces
 
     def serve_weights(self) -> None:
         """The engine serves the trainer's weights, bit for bit, or the run stops."""
-        from engine import weights_checksum
-
         if self.engine.version != self.trainer.version:
             self.engine.load_weights(self.trainer.weights(), self.trainer.version)
-            if self.engine.checksum() != weights_checksum(self.trainer.weights()):
-                raise RuntimeError("the engine does not serve the weights that were trained")
+        if self.engine.checksum() != weights_checksum(self.trainer.weights()):
+            raise RuntimeError("the engine does not serve the weights that were trained")
 
-    def finish_weight_step(self, phase, traces: list, stats) -> float:
-        """Logs and saves a weight step; returns its signal, the mean reward."""
-        from rollout import summarise
-
+    def finish_weight_step(self, phase: sched.Phase, traces: list[Trace], stats: StepStats) -> None:
+        """Records the signal (mean reward), logs, saves. Stops a run that has nothing to learn from."""
         state, cfg = self.state, self.cfg
         reward = sum(trace.reward for trace in traces) / len(traces)
         accepted = [trace for trace in traces if trace.accepted]
+        phase.rule.record(reward)
+        state.signals.append(reward)
         state.weight_step += 1
         state.n_drawn += cfg.prompt_batch
-        state.signals.append(reward)
         state.empty_steps = 0 if accepted else state.empty_steps + 1
-        self._clock("weight")
-        self.log("weight_step", f"step {state.weight_step}: reward {reward:.3f}, accepted {len(accepted)} of {len(traces)}, "
-                 f"loss {'none' if stats.loss is None else format(stats.loss, '.3f')}, {self.rollouts_per_s:.0f} rollouts/s",
-                 cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.trainer.version,
-                 reward=reward, accepted_frac=len(accepted) / len(traces),
-                 n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **summarise(traces),
-                 rule=phase.rule.why, rollouts_per_s=self.rollouts_per_s)
-        self.trainer.save(self._weights_dir(state.weight_step), self.engine.tokenizer)
-        self._save()
-        n_failed = sum(trace.status != "ok" for trace in traces)
-        if n_failed > cfg.max_failed_frac * len(traces):
-            reason = next(trace.end for trace in traces if trace.status != "ok")
-            raise UsageError(f"{n_failed} of {len(traces)} programs of {self.harness.name} failed (--max-failed-frac "
-                             f"{cfg.max_failed_frac}), for example: {reason}")
+        started = self.dir.spent("weight", "seconds")
+        self.dir.clock("weight")
+        per_s = len(traces) / (self.dir.spent("weight", "seconds") - started)
+        loss = "no update" if stats.loss is None else f"loss {stats.loss:.3f}"
+        self.dir.log(
+            "weight_step", f"step {state.weight_step}: reward {reward:.3f}, accepted {len(accepted)} of {len(traces)}, "
+            f"{loss} on {stats.n_supervised_tok:,} tokens, {per_s:.0f} rollouts/s with training",
+            cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.trainer.version,
+            reward=reward, accepted_frac=len(accepted) / len(traces), rollouts_per_s=per_s, rule=phase.rule.why,
+            n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **rollout.summarise(traces))
+        self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
+        self.dir.save()
+        failed = [trace for trace in traces if trace.status != "ok"]
+        if len(failed) > cfg.max_failed_frac * len(traces):
+            raise UsageError(f"{len(failed)} of {len(traces)} programs of {self.harness.name} failed "
+                             f"(--max-failed-frac {cfg.max_failed_frac}), for example: {failed[0].end}")
         if state.empty_steps >= cfg.max_empty_steps:
-            raise UsageError(f"no rollout was accepted in {state.empty_steps} weight steps in a row (--max-empty-steps): "
-                             f"the model solves nothing under {self.harness.name}, so there is nothing to train on")
-        return reward
+            raise UsageError(f"no rollout was accepted in {state.empty_steps} weight steps in a row "
+                             f"(--max-empty-steps): the model solves nothing under {self.harness.name}, so there is "
+                             "nothing to train on")
 
-    def search_arguments(self, phase) -> dict:
-        from harness_search import propose_by_rules
+    # -- harness phase --
 
-        self.screen.say(f"scoring {self.harness.name} and its rivals on {len(self.harness_tasks)} D_harness tasks")
-        return dict(folder=self.dir / "harness" / f"cycle_{phase.cycle:02d}", engine=self.engine, env=self.env,
-                    sandbox=self.sandbox, incumbent=self.harness, tasks=self.harness_tasks, forbidden=self.forbidden,
-                    seed=(self.cfg.seed, "harness", phase.cycle), rollout_cfg=self.rollout_cfg,
-                    n_candidates=self.cfg.candidates, proposer={"rules": propose_by_rules}[self.cfg.proposer],
-                    on_candidate=self.screen.bar, n_done=len(self.state.signals))
+    def open_search(self, phase: sched.Phase) -> Search:
+        return Search(
+            folder=self.dir.path / "harness" / f"cycle_{phase.cycle:02d}", engine=self.engine, env=self.env,
+            sandbox=self.sandbox, incumbent=self.harness, tasks=self.harness_tasks, forbidden=self.forbidden,
+            seed=(self.cfg.seed, "harness", phase.cycle), rollout_cfg=self.rollout_cfg,
+            n_candidates=self.cfg.candidates, proposer=PROPOSERS[self.cfg.proposer],
+            on_candidate=self.dir.screen.bar, n_done=len(self.state.signals))
 
-    def finish_iteration(self, phase, outcomes: list, best: tuple) -> float:
-        """Logs the candidates of one iteration; returns its signal, the archive's best score."""
+    def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
+        """Logs the candidates, charges their rollouts, records the signal (the archive's best score), saves."""
+        best, best_score = search.best()
+        measured_s = 0.0
         for outcome in outcomes:
             candidate, score = outcome.candidate, outcome.score
-            said = f"refused: {outcome.refused}" if score is None else \
-                f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]"
-            self.log("candidate", f"{candidate.name} (from {candidate.parent or 'before'}) {said}  {candidate.hypothesis}",
-                     cycle=phase.cycle, candidate=candidate.name, parent=candidate.parent, refused=outcome.refused,
-                     hypothesis=candidate.hypothesis, mechanisms=list(candidate.mechanisms),
-                     **({} if score is None else {
-                         k: v for k, v in asdict(score).items() if k not in ("seconds", "key")}))
-            self._charge("gates", rollouts=outcome.gate_rollouts, seconds=outcome.gate_seconds)
+            self.dir.charge("gates", rollouts=outcome.gate_rollouts, seconds=outcome.gate_seconds)
+            measured_s += outcome.gate_seconds
             if score is not None:
-                self._charge("harness", rollouts=score.n, model_calls=score.n_model_calls, prompt_tok=score.n_prompt_tok,
-                             completion_tok=score.n_completion_tok, tool_calls=score.n_tool_calls, seconds=score.seconds)
-        self.mark = time.monotonic()
+                self.dir.charge("harness", rollouts=score.n, model_calls=score.n_model_calls, seconds=score.seconds,
+                                prompt_tok=score.n_prompt_tok, completion_tok=score.n_completion_tok,
+                                tool_calls=score.n_tool_calls)
+                measured_s += score.seconds
+            said = f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]" if score else \
+                f"refused: {outcome.refused}"
+            numbers = {key: value for key, value in asdict(score).items() if key not in ("seconds", "key")} if score else {}
+            self.dir.log("candidate", f"{candidate.name} {said}  {candidate.hypothesis}", cycle=phase.cycle,
+                         candidate=candidate.name, parent=candidate.parent, hypothesis=candidate.hypothesis,
+                         mechanisms=list(candidate.mechanisms), refused=outcome.refused, **numbers)
+        self.dir.clock("harness", already_s=measured_s)
+        phase.rule.record(best_score.mean)
+        self.state.signals.append(best_score.mean)
         self.state.harness_iterations += 1
-        self.state.signals.append(best[1].mean)
-        self.log("iteration", f"best of cycle {phase.cycle} so far: {best[0].name} with {best[1].mean:.3f}",
-                 cycle=phase.cycle, iteration=len(self.state.signals), best=best[0].name, best_score=best[1].mean,
-                 rule=phase.rule.why)
-        self._save()
-        return best[1].mean
+        self.dir.log("iteration", f"best of cycle {phase.cycle} so far: {best.name} with {best_score.mean:.3f}",
+                     cycle=phase.cycle, iteration=len(self.state.signals), best=best.name, best_score=best_score.mean,
+                     rule=phase.rule.why)
+        self.dir.save()
 
-    def adopt(self, phase, search) -> None:
-        """The archive's best becomes the harness of the next phases."""
-        candidate, score = search.best()
+    def adopt_best(self, phase: sched.Phase, search: Search) -> None:
+        """The archive's best is the harness from here on."""
         search.accept()
-        self.harness = candidate
-        self.state.harness = asdict(candidate)
-        self.state.accepted.append({"cycle": phase.cycle, "name": candidate.name, "parent": candidate.parent,
-                                    "hypothesis": candidate.hypothesis, "score": score.mean})
-        self.screen.say(f"accepted {candidate.name} of cycle {phase.cycle}: {candidate.hypothesis}")
+        self.harness, score = search.best()
+        self.state.harness = asdict(self.harness)
+        self.state.accepted.append({"cycle": phase.cycle, "name": self.harness.name, "parent": self.harness.parent,
+                                    "hypothesis": self.harness.hypothesis, "score": score.mean})
+        self.say(f"accepted {self.harness.name} of cycle {phase.cycle}", style="bold")
+
+    # -- evaluation and end --
 
     def evaluate(self, label: str) -> None:
-        """mean@n on D_test with a 95 % interval over tasks; evaluation rollouts are no training rollouts."""
-        from harness_search import bootstrap_ci
-        from rollout import derive_seed, summarise
-
+        """mean@n on D_test with a 95 % interval over tasks, on the same seeds each time; no training rollouts."""
         state, n = self.state, self.cfg.n_eval
         if label in {row["label"] for row in state.evals}:
             return
-        traces = self.roll_out("eval", self.test, n, 0)                         # the same seeds at every evaluation
-        means = [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
+        traces = self.roll_out("eval", self.test, n, 0)
+        means = task_means(traces, n)
         mean, ci95 = sum(means) / len(means), bootstrap_ci(means, derive_seed(self.cfg.seed, "bootstrap"))
         failures = Counter(trace.failure for trace in traces)
-        self._clock("eval")
-        path = self.dir / "eval" / f"{len(state.evals):02d}_step_{state.weight_step:06d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, "".join(
-            json.dumps(trace.to_json(with_ids=True) if trace.sample == 0 else
-                       {"task_id": trace.task_id, "sample": trace.sample, "reward": trace.reward, "failure": trace.failure,
-                        "end": trace.end, "n_tok": trace.n_tok}) + "\n" for trace in traces))
+        self.dir.clock("eval")
+        folder = self.dir.path / "eval"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"{len(state.evals):02d}_step_{state.weight_step:06d}.jsonl", "".join(
+            json.dumps(trace.to_json(with_ids=True) if trace.sample == 0 else      # in full once a task, for reading
+                       {key: trace.to_json()[key] for key in ("task_id", "sample", "reward", "failure", "end", "n_tok")})
+            + "\n" for trace in traces))
         state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step,
-                            "training_rollouts": self.training_rollouts()})
-        self.log("eval", f"test mean@{n} {mean:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}]  {label}; "
-                 f"{self.rollouts_per_s:.0f} rollouts/s; " + ", ".join(f"{k} {v}" for k, v in failures.most_common(5)),
-                 label=label, mean=mean, ci95=list(ci95), step=state.weight_step, harness=self.harness.name,
-                 training_rollouts=self.training_rollouts(), rollouts_per_s=self.rollouts_per_s, **summarise(traces),
-                 **{f"failure_{k}": v for k, v in sorted(failures.items())})
+                            "training_rollouts": self.dir.training_rollouts()})
+        self.dir.log("eval", f"test mean@{n} {mean:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}] {label}; "
+                     + ", ".join(f"{word} {count}" for word, count in failures.most_common(5)),
+                     label=label, mean=mean, ci95=list(ci95), step=state.weight_step, harness=self.harness.name,
+                     training_rollouts=self.dir.training_rollouts(), **rollout.summarise(traces),
+                     **{f"failure_{word}": count for word, count in sorted(failures.items())})
         if label == "base":
-            self._save()
+            self._save_all()
 
     def finish_phase(self) -> None:
         self.state.phase += 1
         self.state.signals = []
-        self._save()
-        self._write_summary()
+        self._save_all()
 
     def finish(self) -> None:
         self.state.complete = True
-        (self.dir / "final_harness.py").write_text(self.harness.source)
-        self._save()
-        self._write_summary()
+        self._save_all()
+        self.sandbox.close()
 
-    # -- records --
+    def _save_all(self) -> None:
+        write_atomically(self.dir.path / "final_harness.py", self.harness.source)
+        cfg = self.cfg
+        self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed, model=cfg.model,
+                               cycles=len(self.state.accepted), sandbox=self.sandbox.layers, version=code_version())
+        self.dir.save()
 
-    def log(self, kind: str, text: str, **metrics) -> None:
-        """The one door: a line on the screen and in log.txt, a row in metrics.jsonl."""
-        self.screen.say(text)
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **metrics, "seconds": round(self._seconds(), 1)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
-    def _seconds(self) -> float:
-        return sum(entry.get("seconds", 0) for entry in self.state.ledger.values())
+def task_means(traces: list[Trace], n: int) -> list[float]:
+    """Traces in the order of (task, sample), n samples a task -> the mean reward of each task."""
+    return [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
 
-    def _charge(self, kind: str, **amounts: float) -> None:
-        entry = self.state.ledger.setdefault(kind, {})
-        for key, amount in amounts.items():
-            entry[key] = entry.get(key, 0) + amount
 
-    def _clock(self, kind: str) -> None:
-        """Charges the time since the last reading to `kind`, so that every second is charged once."""
-        now = time.monotonic()
-        self._charge(kind, seconds=now - self.mark)
-        self.mark = now
-
-    def _weights_dir(self, step: int) -> Path:
-        return self.dir / "weights" / f"step_{step:06d}"
-
-    def _save(self) -> None:
-        """Ends a step: state.json is the marker, written last. Then old checkpoints go, but for the best and the last."""
-        self.state.metrics_bytes = (self.dir / "metrics.jsonl").stat().st_size
-        write_atomically(self.dir / "state.json", json.dumps(asdict(self.state), indent=1) + "\n")
-        best = max(self.state.evals, key=lambda row: row["mean"])["weight_step"] if self.state.evals else 0
-        keep = {self._weights_dir(step).name for step in (best, self.state.weight_step)}
-        for folder in (self.dir / "weights").glob("step_*"):
-            if folder.name not in keep:
-                shutil.rmtree(folder)
-
-    def _write_summary(self) -> None:
-        cfg, state = self.cfg, self.state
-        point = lambda row: {"mean": round(row["mean"], 4), "ci95": [round(x, 4) for x in row["ci95"]]}     # noqa: E731
-        best = max(state.evals, key=lambda row: row["mean"])
-        summary = {
-            "domain": cfg.domain, "method": cfg.method, "preset": cfg.preset, "seed": cfg.seed, "model": cfg.model,
-            "complete": state.complete, "base_mean8": point(state.evals[0]), "best_mean8": point(best),
-            "final_mean8": point(state.evals[-1]),
-            "rollouts": {kind: int(state.ledger.get(kind, {}).get("rollouts", 0)) for kind in self.LEDGER},
-            "seconds": {kind: round(state.ledger.get(kind, {}).get("seconds", 0), 1) for kind in self.LEDGER},
-            "cycles": len(state.accepted) or state.phase, "weight_steps": state.weight_step,
-            "harness_iterations": state.harness_iterations, "accepted": state.accepted,
-            "final_harness": "final_harness.py" if state.complete else None, "sandbox": self.sandbox.layers,
-            "version": code_version()}
-        write_atomically(self.dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+def rollout_config(cfg: Config) -> RolloutConfig:
+    return RolloutConfig(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_assistant_tok, cfg.max_calls, cfg.n_rows,
+                         cfg.n_workers, Limits(cfg.tool_s, cfg.tool_mb), Limits(cfg.harness_s, cfg.harness_mb))
 
 
 # ---- checks before a model is loaded --------------------------------------------------------------------------------
 
 
-def load_split(env, value: str) -> list:
-    """Tasks of FILE or FILE[a:b] (rows a to b, as in Hugging Face's split notation)."""
+def load_split(env, value: str) -> list[Task]:
+    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
     path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
     tasks = env.load(Path(path))[slice(int(start) if start else None, int(end) if end else None)]
     if not tasks:
@@ -501,57 +401,40 @@ def load_split(env, value: str) -> list:
 
 def load_splits(cfg: Config) -> tuple:
     """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    from envs import ENVS, check_disjoint
-
-    env = ENVS[cfg.domain]()
-    embedded = ROOT / "embedded" / cfg.domain
+    env, embedded = ENVS[cfg.domain](), ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
     check_disjoint(**splits)
     return env, splits
 
 
-def rollout_config(cfg: Config):
-    from rollout import RolloutConfig
-    from sandbox import Limits
-
-    return RolloutConfig(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_assistant_tok, cfg.max_calls, cfg.n_rows,
-                         cfg.n_workers, Limits(cfg.tool_s, cfg.tool_mb), Limits(cfg.harness_s, cfg.harness_mb))
-
-
-def hash_tasks(tasks: list) -> str:
+def hash_tasks(tasks: list[Task]) -> str:
     return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
 
 
 def hash_model(model: str) -> str:
     """sha256 over a local model's files; a hub name stands for itself."""
     path = Path(model)
-    files = sorted(path.glob("*")) if path.is_dir() else [path] if path.is_file() else []
+    files = [f for f in sorted(path.glob("*")) if f.is_file()] if path.is_dir() else [path] if path.is_file() else []
     digest = hashlib.sha256(b"" if files else model.encode())
     for file in files:
-        if file.is_file():
-            with open(file, "rb") as handle:
-                digest.update(file.name.encode() + hashlib.file_digest(handle, "sha256").digest())
+        with open(file, "rb") as handle:
+            digest.update(file.name.encode() + hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()
 
 
 def check_disk(cfg: Config) -> None:
-    """Two checkpoints are kept and a third is written: fp32 weights and two AdamW moments, from at most bf16 files."""
-    path = Path(cfg.model)
-    model_bytes = sum(f.stat().st_size for f in (path.glob("*.safetensors") if path.is_dir() else [path]) if f.is_file())
-    needed = 3 * 6 * model_bytes + (200 << 20)
-    existing = next(p for p in [Path(cfg.out).absolute(), *Path(cfg.out).absolute().parents] if p.exists())
+    """Two checkpoints are kept while a third is written, each of fp32 weights and two AdamW moments."""
+    path, out = Path(cfg.model), Path(cfg.out).absolute()
+    files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    needed = 3 * 6 * sum(file.stat().st_size for file in files) + (200 << 20)          # files of bf16, 2 bytes a weight
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise UsageError(f"{existing} has {free >> 20} MiB free and this run may need {needed >> 20} MiB; "
-                         "make room or choose another place with --out")
+        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make room "
+                         "or choose another place with --out")
 
 
 def code_version() -> str:
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     return git.stdout.strip() if git.returncode == 0 else VERSION
-
-
-def describe_config(cfg: Config) -> list[str]:
-    pairs = [f"{key}={value}" for key, value in asdict(cfg).items() if value != ""]
-    return ["settings: " + " ".join(pairs)]

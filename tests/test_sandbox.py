@@ -74,7 +74,6 @@ if libc.syscall(1000) != -1 or ctypes.get_errno() != 1: print('BREACH: not refus
 INNER_ATTACKS = {
     "inherited descriptors": "for fd in range(3, 1024):\n    try: os.fstat(fd); print('BREACH', fd)\n    except OSError: pass",
     "x32 call": "print('BREACH' if ctypes.CDLL(None).syscall(0x40000000 | 39) > 0 else '')",
-    "other code in memory": "import gc\nprint(*['BREACH' for o in gc.get_objects() if isinstance(o, dict) and 'CANARY' in str(o)[:9999]])",
 }
 PRELUDE = "import ctypes, os\n"
 
@@ -99,7 +98,7 @@ def box():
 
 
 def filled(attacks):
-    return {name: PRELUDE + code.replace("ROOT", str(ROOT)).replace("CANARY", CANARY) for name, code in attacks.items()}
+    return {name: PRELUDE + code.replace("ROOT", str(ROOT)) for name, code in attacks.items()}
 
 
 def run_attacks(python, user, where):
@@ -228,15 +227,20 @@ def test_jobs_run_while_nobody_waits_and_end_in_any_order(box):
         assert (result.status, result.output) == ("ok", f"{job}\n") if job % 5 else result.status == "killed"
 
 
-def test_ten_thousand_queued_jobs_do_not_block(box):
+def test_many_queued_jobs_do_not_block(box):
     """Both directions of the control socket fill up."""
     for job in range(300):
         box.python_start(job, f"print('{'y' * 20_000}')", Limits(output_chars=30_000))
     assert all(box.python_wait(job).output == "y" * 20_000 + "\n" for job in range(300))
 
 
+def test_the_least_memory_is_enough_for_small_code(box):
+    result = box.python("import math, statistics; print(math.comb(40, 20), statistics.mean([1, 2]))", Limits(memory_mb=64))
+    assert result.output == "137846528820 1.5\n"
+
+
 def test_limits_are_checked():
-    for wrong in ({"seconds": 0}, {"memory_mb": 1}, {"output_chars": 1 << 20}, {"seconds": float("nan")}):
+    for wrong in ({"seconds": 0}, {"memory_mb": 1}, {"output_chars": 1 << 21}, {"seconds": float("nan")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Limits(**wrong)
 
@@ -253,7 +257,7 @@ BLOCKING_HOST = """
 import struct, sys
 sys.path.insert(0, sys.argv[1])
 import sandbox as s
-x86, layer = s.IS_X86, sys.argv[2]
+x86, layer = s.MACHINE == "x86_64", sys.argv[2]
 blocked, offset = {"landlock": (444, 0), "no_caps": (s.CAPSET, 0), "closed_fds": (436, 0), "seccomp": (22, 16)}[layer]
 lines = [(0x20, 0, 0, 0), (0x15, 0, 3, 157 if x86 else 167), (0x20, 0, 0, 16), (0x15, 0, 3, 22), (6, 0, 0, 0x50026),
          (0x15, 0, 1, blocked), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)]
@@ -538,16 +542,6 @@ def test_full_pipes_in_both_directions_do_not_block(box):
         assert programs.wait(i).request["messages"][0]["content"] == question
         programs.resume(i, reply(question))
     assert all(programs.wait(i).request["messages"][1]["content"] == question for i in reversed(range(n)))
-    programs.close()
-
-
-def test_a_stopped_program_is_forgotten(box):
-    programs = Programs(box, CALM, QUICK)
-    programs.start(1, {"question": "q"}, 0)
-    programs.wait(1)
-    programs.stop(1)
-    programs.start(1, {"question": "again"}, 0)
-    assert programs.wait(1).request["messages"][0]["content"] == "again"
     programs.close()
 
 

@@ -1,0 +1,141 @@
+"""The directory of a run: everything that a run knows, as plain files that a kill at any moment leaves usable.
+
+    config.json     the resolved settings and the hashes of data, model and h0; a run of other settings is refused
+    state.json      what a resumed run must know beside the weights; the marker of a finished step, written last
+    metrics.jsonl   one row an event; rows after the last finished step are cut off on resume and written again
+    summary.json    the run in one glance;  log.txt  what the screen said
+    weights/  harness/  eval/       checkpoints (rft.py), archives (harness_search.py), graded test rollouts
+
+A killed run loses at most the step that it was in, and the same command goes on.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from harness_search import write_atomically
+from screen import Screen
+
+LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what rollouts and seconds are spent on
+
+
+class UsageError(ValueError):
+    """Something the user asked for cannot be done; the message says what to change."""
+
+
+@dataclass
+class State:
+    phase: int = 0                          # index of the running phase
+    signals: list[float] = field(default_factory=list)          # of the running phase, as its rule saw them
+    weight_step: int = 0
+    n_drawn: int = 0                        # prompts drawn from D_weight so far
+    empty_steps: int = 0                    # weight steps in a row without an accepted rollout
+    harness_iterations: int = 0
+    harness: dict | None = None             # the current candidate; None is h0
+    evals: list[dict] = field(default_factory=list)
+    accepted: list[dict] = field(default_factory=list)
+    ledger: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LEDGER})
+    metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
+    complete: bool = False
+
+
+class RunDir:
+    """State, ledger and records of one run. Opening it takes its lock; UsageError if it belongs to another run."""
+
+    def __init__(self, path: Path, identity: dict[str, dict]):
+        self.path, self.screen = path, Screen()
+        self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
+        path.mkdir(parents=True, exist_ok=True)
+        self.lock = open(path / ".lock", "w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{path} is in use by another run; give this one another --name") from None
+        self._check_identity(identity)
+        state = path / "state.json"
+        self.resumed = state.exists()
+        self.state = State(**json.loads(state.read_text())) if self.resumed else State()
+        with open(path / "metrics.jsonl", "ab") as metrics:
+            metrics.truncate(self.state.metrics_bytes)
+        self.screen.log_path = path / "log.txt"
+
+    def _check_identity(self, identity: dict[str, dict]) -> None:
+        path = self.path / "config.json"
+        if not path.exists():
+            return write_atomically(path, json.dumps(identity, indent=1) + "\n")
+        before = json.loads(path.read_text())
+        changes = [f"  {group} {key}: {before.get(group, {}).get(key)!r} then, {value!r} now"
+                   for group, values in identity.items() for key, value in values.items()
+                   if before.get(group, {}).get(key) != value]
+        if changes:
+            raise UsageError("\n".join([f"{self.path} holds a run with other settings:", *changes,
+                                        "Give this run another --name, or remove that directory."]))
+
+    def log(self, kind: str, text: str, **metrics) -> None:
+        """The one door: a line on the screen and in log.txt, a row in metrics.jsonl."""
+        self.screen.say(text)
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **metrics, "seconds": round(self.seconds(), 1)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    # -- the ledger --
+
+    def charge(self, kind: str, **amounts: float) -> None:
+        entry = self.state.ledger[kind]
+        for key, amount in amounts.items():
+            entry[key] = entry.get(key, 0) + amount
+
+    def clock(self, kind: str, already_s: float = 0.0) -> None:
+        """Charges the time since the last reading, less what was charged by other means, to `kind`."""
+        now = time.monotonic()
+        self.charge(kind, seconds=max(0.0, now - self.mark - already_s))
+        self.mark = now
+
+    def spent(self, kind: str, what: str = "rollouts") -> float:
+        return self.state.ledger[kind].get(what, 0)
+
+    def seconds(self) -> float:
+        return sum(self.spent(kind, "seconds") for kind in LEDGER)
+
+    def training_rollouts(self) -> int:
+        """The x axis of every comparison: gates and evaluation are counted apart."""
+        return int(self.spent("weight") + self.spent("harness"))
+
+    # -- records --
+
+    def weights_dir(self, step: int) -> Path:
+        return self.path / "weights" / f"step_{step:06d}"
+
+    def best_eval(self) -> dict:
+        return max(self.state.evals, key=lambda row: row["mean"])
+
+    def save(self) -> None:
+        """Ends a step. Then the checkpoints go that are neither the last nor the best's."""
+        self.state.metrics_bytes = (self.path / "metrics.jsonl").stat().st_size
+        write_atomically(self.path / "state.json", json.dumps(asdict(self.state), indent=1) + "\n")
+        keep = {self.weights_dir(self.state.weight_step)} | (
+            {self.weights_dir(self.best_eval()["weight_step"])} if self.state.evals else set())
+        for folder in set((self.path / "weights").glob("step_*")) - keep:
+            shutil.rmtree(folder)
+
+    def write_summary(self, **facts) -> None:
+        """summary.json, rewritten after every phase."""
+        state = self.state
+        if not state.evals:
+            return
+
+        def point(row: dict) -> dict:
+            return {"mean": round(row["mean"], 4), "ci95": [round(x, 4) for x in row["ci95"]]}
+
+        write_atomically(self.path / "summary.json", json.dumps({
+            **facts, "complete": state.complete, "base_mean8": point(state.evals[0]),
+            "best_mean8": point(self.best_eval()), "final_mean8": point(state.evals[-1]),
+            "rollouts": {kind: int(self.spent(kind)) for kind in LEDGER},
+            "seconds": {kind: round(self.spent(kind, "seconds"), 1) for kind in LEDGER},
+            "weight_steps": state.weight_step, "harness_iterations": state.harness_iterations,
+            "accepted": state.accepted, "final_harness": "final_harness.py"}, indent=1) + "\n")
