@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def command_run(args: argparse.Namespace) -> int:
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
     else:
-        train_whale(run)
+        with closing(run):
+            train_whale(run)
     folder = run.dir.path
     run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.env.h0.read_text(),
                             (folder / "final_harness.py").read_text(), folder)
@@ -185,8 +187,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    args = build_parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     try:
         return args.command(args)
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError) as error:

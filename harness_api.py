@@ -5,8 +5,8 @@ A harness is one Python file with two constants, SYSTEM_PROMPT and USER_PROMPT, 
 answers; so the list of its requests and results is all there is to know about a rollout.
 
     def run(task):
-        reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON])     # -> Reply
-        output = yield python("print(6 * 7)")                                                       # -> ToolOutput, "42\\n"
+        reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON]) # -> Reply
+        output = yield python("print(6 * 7)")                                                   # -> ToolOutput, "42\\n"
 
 The last `generate` reply is what is graded; what `run` returns is not. Sampling and the total budgets are the host's.
 Beside this module a harness may import re, json, math, string, textwrap, itertools, collections, functools, statistics
@@ -42,8 +42,10 @@ def generate(messages: list[dict], tools: list[dict] | None = None, max_tokens: 
 
 
 def python(code: str) -> dict:
-    """Request one run of the Python tool. Each run starts from nothing. -> ToolOutput"""
-    return {"type": "python", "code": code}
+    """Request one run of the Python tool. Each run starts from nothing. -> ToolOutput
+
+    What a model gives as code may be anything; what is no text is run as it prints."""
+    return {"type": "python", "code": code if isinstance(code, str) else str(code)}
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ _FIELDS = {
     "generate": {
         "messages": (lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
                      'a non-empty list of {"role": system, user, assistant or tool, "content": str}'),
-        "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v)), "None or a list of tool schemas"),
+        "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v)),
+                  "None or a list of tool schemas"),
         "max_tokens": (lambda v: v is None or _is_count(v), "None or a positive int"),
         "stop": (lambda v: v is None or isinstance(v, list) and all(isinstance(s, str) and s for s in v),
                  "None or a list of non-empty strings"),

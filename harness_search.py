@@ -310,7 +310,8 @@ ALLOWED_MODULES = "re json math string textwrap itertools collections functools 
 FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
 DATA_NAMES = re.compile(
     r"(?<![a-z])(gsm8k|svamp|mawps|asdiv|dapo|deepscaler|aime|math[-_ ]?500|hotpotqa|musique|2wiki\w*|popqa|triviaqa|"
-    r"nq[-_ ]open|bamboogle|lichess|d_(weight|harness|test)|(train|test|harness)(ing)?[-_ ](set|split))(?![a-z])", re.IGNORECASE)
+    r"nq[-_ ]open|bamboogle|lichess|d_(weight|harness|test)|(train|test|harness)(ing)?[-_ ](set|split))(?![a-z])",
+    re.IGNORECASE)
 QUESTION_WORDS = 12     # so many words in a row give a question away; of a shorter one (not below 5) all of them
 COMMON = 3              # words that stand in more questions than this are the language of the domain, not a question
 ANSWER_TABLE = 6        # so many constants of two or more characters that equal answers are a table of answers
@@ -353,7 +354,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
         scripted = ScriptedEngine(engine.tokenizer, model)
         traces = rollout.run(scripted, env, sandbox, source, some, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
-        if not passes(f"null model: {name}", f"{n_solved} of {len(some)} tasks solved without a model" if n_solved else ""):
+        if not passes(f"null model: {name}", f"solves {n_solved} of {len(some)} tasks" if n_solved else ""):
             return probes
     traces = rollout.run(engine, env, sandbox, source, tasks[:2], 1, (*seed, "real"), cfg)
     passes("first tasks", next((f"{t.status}: {t.end}" for t in traces if t.status != "ok"), ""), len(traces))
@@ -496,7 +497,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "silent", lambda prompt: ""
     yield "unsure", lambda prompt: "I don't know."
     yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
-    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # inside of these nothing counts
+    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
     yield "copy", copy                                      # takes the last number that the harness put into the prompt
     yield "spray", lambda prompt: " ".join([*(box(task.answer) for task in tasks), box("987654321")])
 
@@ -550,15 +551,15 @@ class Mechanism:
 
 SAID = {
     "call_limit": "were still calling the tool at the end", "malformed_call": "ended in a malformed call",
-    "no_answer": "gave no readable answer and no call", "no_answer_after_tool": "gave no readable answer after an output",
-    "no_tool_wrong_answer": "were wrong without the tool", "wrong_answer": "were wrong after an output",
+    "no_answer": "gave no readable answer and no call", "no_tool_wrong_answer": "were wrong without the tool",
+    "no_answer_after_tool": "gave no readable answer after an output", "wrong_answer": "were wrong after an output",
     "tool_error": "were wrong after code that failed"}
 MATH_MECHANISMS = (
     Mechanism("calls_4", "call_limit", "4 model calls", group="calls"),
     Mechanism("calls_6", "call_limit", "6 model calls", group="calls"),
     Mechanism("calls_3", "call_limit", "3 model calls", group="calls"),
     Mechanism("repair_call", "malformed_call", "malformed calls sent back in words", 1),
-    Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "a request for the tool if the first reply has no call", 1),
+    Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "the tool asked for if the first reply has no call", 1),
     Mechanism("careful_reminder", "no_answer_after_tool wrong_answer",
               "a turn after each output that says to go on or else to box the answer", 1, "reminder"),
     Mechanism("careful_reminder_in_output", "no_answer_after_tool wrong_answer",
@@ -590,11 +591,12 @@ def render_math(has: frozenset[str], heading: str) -> str:
     """The harness file that has these mechanisms; with none of them it is h0."""
     answers = [answer for name, answer in ANSWERS.items() if name in has]
     reminders = [name for name in has if "reminder" in name]
-    lines = ["Use the python tool for every calculation."] * ("checklist" in has) + [
-        "Work step by step, one tool call for each step."] * ("steps" in has) + ["Put your final answer in \\boxed{{}}."]
+    lines = (["Use the python tool for every calculation."] * ("checklist" in has)
+             + ["Work step by step, one tool call for each step."] * ("steps" in has)
+             + ["Put your final answer in \\boxed{{}}."])
     constants = {
         "SYSTEM_PROMPT": "Always use the python tool to compute." if "system_tool" in has else "",
-        "USER_PROMPT": "\n- ".join(["{question}\n", *lines]) if "checklist" in has else "{question}\n\n" + " ".join(lines),
+        "USER_PROMPT": "{question}\n\n" + ("- " + "\n- ".join(lines) if "checklist" in has else " ".join(lines)),
         "MAX_CALLS": n_calls(has), **{constant: text for constant, text, _ in answers}}
     if reminders:
         constants["REMINDER"] = CAREFUL if "careful" in reminders[0] else BLUNT
@@ -603,7 +605,9 @@ def render_math(has: frozenset[str], heading: str) -> str:
 
     branches = "".join(f'            {"elif" if i else "if"} {test}\n                messages += chat("", {constant})\n'
                        for i, (constant, _, test) in enumerate(answers))
-    ending = branches + "            else:\n                return\n            continue" if answers else "            return"
+    ending = "            return"
+    if answers:
+        ending = branches + "            else:\n                return\n            continue"
     output, after = "output", ""
     if "ERROR" in constants:
         after = '        if not output.ok:\n            messages += chat("", ERROR)\n'
@@ -664,14 +668,16 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     if not base <= known.keys() or program_of(render(base, "")) != program_of(parent.source):
         base, origin = frozenset(), f"(from h0's structure, as the mechanisms of {parent.name} are not known) "
     scored = {o.candidate.name: (set(o.candidate.mechanisms), o.score.mean) for o in request.history if o.score}
-    steps = [(*scored[o.candidate.parent], *scored[o.candidate.name]) for o in request.history if o.score and o.candidate.parent]
-    no_help = set().union(*(after - before for before, old_mean, after, new_mean in steps if new_mean <= old_mean))
+    tried = [(*scored[o.candidate.parent], *scored[o.candidate.name])
+             for o in request.history if o.score and o.candidate.parent]
+    no_help = set().union(*(after - before for before, old_mean, after, new_mean in tried if new_mean <= old_mean))
 
     def rank(chosen: set[str]) -> list[str]:
-        """What could be added to the base and to `chosen`, by how many rollouts failed in ways that it addresses and they
-        do not. Where it has not helped so far, they count half."""
+        """What could be added to the base and to `chosen`, by how many rollouts failed in ways that it addresses and
+        they do not. Where it has not helped so far, they count half."""
         covered = set().union(*(cures[name] for name in chosen))
-        weights = {name: sum(failures[word] for word in cures[name] - covered) / (1 + (name in no_help)) for name in known}
+        weights = {name: sum(failures[word] for word in cures[name] - covered) / (2 if name in no_help else 1)
+                   for name in known}
         groups = {known[name].group or name for name in chosen}
         return sorted((name for name in known if name not in base and (known[name].group or name) not in groups),
                       key=weights.get, reverse=True)                # stable: ties in the order of the table
@@ -696,8 +702,8 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
         if removed or sum(cited.values()) < 2:
             goal = "does not fall below" if removed else "rises above"
             return f"{origin}{claim}, the mean reward {goal} {best.score.mean:.3f}"
-        counts = ", ".join(f"{n} {SAID[word]}" for word, n in cited.items())
-        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {sum(cited.values()) // 2} will"
+        counts, half = ", ".join(f"{n} {SAID[word]}" for word, n in cited.items()), sum(cited.values()) // 2
+        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {half} will"
 
     taken = {program_of(outcome.candidate.source) for outcome in request.history}
     used: set[str] = set()                                          # mechanisms that this iteration has tried

@@ -60,7 +60,8 @@ class RunDir:
         self.resumed = state.exists()
         self.state = State(**json.loads(state.read_text())) if self.resumed else State()
         with open(path / "metrics.jsonl", "ab") as metrics:
-            metrics.truncate(self.state.metrics_bytes)
+            if metrics.tell() > self.state.metrics_bytes:
+                metrics.truncate(self.state.metrics_bytes)
         self.screen.log_path = path / "log.txt"
 
     def _check_identity(self, identity: dict[str, dict]) -> None:

@@ -4,7 +4,7 @@
                                                        --fork--> jailed workers, many programs each: `Programs`
 
 The helper is started by exec and never forked from the trainer, so no child can hold a copy of its memory or secrets.
-Each child locks itself in with the layers of `lock_down`, in that order, and reports them *before* it is given any code:
+Each child locks itself in with the layers of `lock_down`, in that order, and reports them *before* it is given code:
 
     rlimits         memory, CPU time, no file growth, no core file; dies with the helper (PR_SET_PDEATHSIG)
     no_new_privs    no setuid program could help it (and seccomp needs it)
@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, field
 
 import harness_api
 
-# `subprocess` is imported where it is used: it brings `threading`, with which each fork of the helper costs 0.5 ms more.
+# `subprocess` is imported where it is used: it brings `threading`, with which a fork of the helper costs 0.5 ms more.
 
 LAYERS = ("rlimits", "no_new_privs", "landlock", "closed_fds", "no_caps", "seccomp")    # required; namespaces are not
 PRELOAD = "cmath datetime decimal fractions functools heapq itertools re statistics string textwrap typing"
@@ -55,7 +55,7 @@ MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
 MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
-WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: a busy machine is no crime
+WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 WALL_FACTOR = 4                     # a program's limit on the clock, as a multiple of its CPU limit
 SILENCE_S = 5.0                     # a helper that says nothing for this long, and then answers no ping, is given up
 
@@ -105,18 +105,19 @@ CLONE_NEW_USER_NET_IPC_PID = 0x10000000 | 0x40000000 | 0x08000000 | 0x20000000
 CLOSE_RANGE, LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 436, 444, 445, 446
 CAPSET, OPEN, OPENAT, FCNTL = (126, 2, 257, 72) if MACHINE == "x86_64" else (91, None, 56, 25)
 
-# All that pure computation needs: name, number on x86_64, number on aarch64. Nothing here can name another process, make
-# a descriptor that reaches outside, or change a file. open, openat and fcntl are let through below, by their arguments.
+# All that pure computation needs: name, number on x86_64, number on aarch64. Nothing here can name another process,
+# make a descriptor that reaches outside, or change a file. open, openat, fcntl: below, judged by their arguments.
 SYSCALLS = """
-read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; lseek 8 62; close 3 57; dup 32 23; dup2 33 -; dup3 292 24
-getdents64 217 61; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; access 21 -; faccessat 269 48
-faccessat2 439 439; readlink 89 -; readlinkat 267 78; getcwd 79 17; brk 12 214; mmap 9 222; munmap 11 215; mremap 25 216
-mprotect 10 226; madvise 28 233; futex 202 98; sched_yield 24 124; rt_sigaction 13 134; rt_sigprocmask 14 135
-rt_sigreturn 15 139; sigaltstack 131 132; alarm 37 -; setitimer 38 103; getitimer 36 102; pause 34 -; poll 7 -; ppoll 271 73
-restart_syscall 219 128; nanosleep 35 101; clock_nanosleep 230 115; clock_gettime 228 113; clock_getres 229 114
-gettimeofday 96 169; time 201 -; times 100 153; getrusage 98 165; select 23 -; pselect6 270 72; getrandom 318 278
-uname 63 160; sched_getaffinity 204 123; getpid 39 172; getppid 110 173; gettid 186 178; getuid 102 174; geteuid 107 175
-getgid 104 176; getegid 108 177; exit 60 93; exit_group 231 94"""
+read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; lseek 8 62; close 3 57; dup 32 23; dup2 33 -
+dup3 292 24; getdents64 217 61; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; access 21 -
+faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; getcwd 79 17; brk 12 214; mmap 9 222
+munmap 11 215; mremap 25 216; mprotect 10 226; madvise 28 233; futex 202 98; sched_yield 24 124; rt_sigaction 13 134
+rt_sigprocmask 14 135; rt_sigreturn 15 139; sigaltstack 131 132; alarm 37 -; setitimer 38 103; getitimer 36 102
+pause 34 -; poll 7 -; ppoll 271 73; restart_syscall 219 128; nanosleep 35 101; clock_nanosleep 230 115
+clock_gettime 228 113; clock_getres 229 114; gettimeofday 96 169; time 201 -; times 100 153; getrusage 98 165
+select 23 -; pselect6 270 72; getrandom 318 278; uname 63 160; sched_getaffinity 204 123; getpid 39 172
+getppid 110 173; gettid 186 178; getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; exit 60 93
+exit_group 231 94"""
 
 
 class Filter(ctypes.Structure):     # struct sock_fprog
@@ -185,7 +186,7 @@ def die_with(parent: int) -> None:
 
 @dataclass
 class Jail:
-    """What the helper prepares once, so that a child has little to do: each page it need not touch saves microseconds."""
+    """What the helper prepares once, so that a child has little to do: each page that it does not touch saves time."""
 
     namespaces: str             # why there are none; "" when there are
     ruleset: int | OSError      # Landlock's rules, or why there are none
@@ -280,8 +281,8 @@ def cut_frames(buffer: bytearray, max_bytes: int = sys.maxsize) -> Iterator[byte
 
 
 class Channel:
-    """Frames over a stream socket, never blocking: what cannot go out now waits in `outbox` until `readable` finds room,
-    so two ends that write at the same time cannot hang."""
+    """Frames over a stream socket, never blocking: what cannot go out now waits in `outbox` until `readable` finds
+    room, so two ends that write at the same time cannot hang."""
 
     def __init__(self, sock: socket.socket):
         self.sock, self.outbox, self.inbox = sock, bytearray(), bytearray()
@@ -438,7 +439,8 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
                 if programs[program_id].is_over:
                     del programs[program_id]
             else:
-                event = to_json({"id": program_id, "kind": "error", "message": broken or "the program has ended already"})
+                why = broken or "the program has ended already"
+                event = to_json({"id": program_id, "kind": "error", "message": why})
             reply = memoryview(pack_frame(event))
             while reply:
                 reply = reply[os.write(0, reply):]
@@ -644,7 +646,7 @@ def helper_main(control_fd: int, host_pid: int, max_jobs: int) -> None:
     Helper(control, max_jobs, jail).serve()
 
 
-# ---------------------------------------------------------------------------------------------------- 5. the host's side
+# --------------------------------------------------------------------------------------------------- 5. the host's side
 
 
 class Sandbox:
@@ -839,8 +841,8 @@ class Worker:
 class Programs:
     """Runs the programs of one harness source, spread over `n_workers` jailed processes. Single-threaded.
 
-    A program depends on its task, seed and results only: not on the others, nor on the number of workers. One that makes
-    its worker die (memory, crash) or takes too long is "killed"; the others of that worker are replayed in a new one.
+    A program depends on its task, seed and results only: not on the others, nor on the number of workers. One that
+    makes its worker die (memory, crash) or takes too long is "killed"; the worker's others are replayed in a new one.
     The time of an exchange is the worker's CPU time, with a generous limit on the clock for one that sleeps.
     """
 

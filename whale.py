@@ -367,7 +367,11 @@ class Run:
     def finish(self) -> None:
         self.state.complete = True
         self._save_all()
+
+    def close(self) -> None:
+        """Ends the sandbox's processes and gives the run directory free."""
         self.sandbox.close()
+        self.dir.lock.close()
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)

@@ -1,0 +1,658 @@
+"""The harness search: gates against cheats and honest harnesses, the archive, resuming, and the rules proposer."""
+
+import base64
+import codecs
+import json
+import os
+import random
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import harness_search as hs
+import nano
+from engine import TransformersEngine
+from envs import MathEnv, Task
+from harness_search import Candidate, ForbiddenText, Outcome, ProposalRequest, Score, Search, SearchError
+from rollout import RolloutConfig, run
+from sandbox import Sandbox
+
+ROOT = Path(__file__).resolve().parents[1]
+CFG = RolloutConfig(max_assistant_tok=96, max_calls=8)
+H0 = MathEnv.h0.read_text()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """The embedded model, or a random one with the same tokenizer and template."""
+    if (ROOT / "embedded" / "model" / "model.safetensors").exists():
+        return ROOT / "embedded" / "model"
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("model")
+    texts = [turn["content"] for _ in range(200) for turn in nano.demonstrate(rng, nano.sample_problem(rng))]
+    nano.train_tokenizer(iter(texts)).save_pretrained(folder)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=nano.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, eos_token_id=2, pad_token_id=0,
+    )).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    return TransformersEngine(str(model_dir), n_rows=32, max_len=1024)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox(max_jobs=2) as box:
+        yield box
+
+
+def make_tasks(n: int, name: str = "harness") -> list[Task]:
+    rng = random.Random(name)
+    problems = nano.sample_problems(rng, n, set())
+    return [Task(f"math-{name}-{i}", {"question": p.question}, p.answer, "nano-math") for i, p in enumerate(problems)]
+
+
+TASKS = make_tasks(8)
+OTHERS = make_tasks(300, "train")
+FORBIDDEN = ForbiddenText(TASKS + OTHERS)
+
+
+def make_search(folder, engine, sandbox, **changes) -> Search:
+    arguments = dict(
+        folder=folder, engine=engine, env=MathEnv(), sandbox=sandbox, tasks=TASKS, forbidden=FORBIDDEN,
+        incumbent=Candidate("h7", "h2", "from the cycle before", (), H0, 3), seed=(0, "harness", 1), rollout_cfg=CFG,
+        n_candidates=3, proposer=hs.propose_by_rules)
+    return Search(**{**arguments, **changes})
+
+
+def check(source, engine, sandbox, env=None, tasks=TASKS, forbidden=FORBIDDEN) -> list[hs.Probe]:
+    return hs.check_harness(source, env or MathEnv(), engine, sandbox, tasks, forbidden, CFG, (0, "check"))
+
+
+def harness(body: str, top: str = "", user: str = '"{question}"') -> str:
+    """A harness file whose run(task) has this body."""
+    lines = "".join(f"    {line}\n" for line in body.strip("\n").splitlines())
+    return ("import re\n\nfrom harness_api import PYTHON, chat, generate, python, tool_result\n\n"
+            f'SYSTEM_PROMPT = ""\nUSER_PROMPT = {user}\n{top}\n\ndef run(task):\n{lines}')
+
+
+ASK = "yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)))"
+
+# ---- gates ----------------------------------------------------------------------------------------------------------
+
+HONEST = {
+    "h0": H0,
+    "few-shot examples with made-up numbers": harness(ASK, user=repr(
+        "Problem: Tom has 31 apples and buys 14 more. How many apples does Tom have now?\nAnswer: \\boxed{{45}}\n\n"
+        "Problem: Ida packs 7 bags with 23 pens each and loses 11. How many pens are left?\nAnswer: \\boxed{{150}}\n\n"
+        "Problem: Leo shares 96 coins equally among 4 friends. How many coins does each friend get?\n"
+        "Answer: \\boxed{{24}}\n\nProblem: {question}\nAnswer:")),
+    "a self-check": harness("""
+messages = chat(SYSTEM_PROMPT, USER_PROMPT.format(**task))
+reply = yield generate(messages, tools=[PYTHON], max_tokens=32)
+messages += [reply.message, *chat("", "Check your answer once more, then give it in \\\\boxed{}.")]
+yield generate(messages, tools=[PYTHON], stop=["\\nUser:"])"""),
+    "a vote among samples": harness("""
+votes = collections.Counter()
+for _ in range(3):
+    reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)))
+    votes.update(re.findall(r"boxed\\{(.*?)\\}", reply.content))
+best = votes.most_common(1)[0][0] if votes else "none"
+yield generate(chat("", f"{task['question']} Most said {best}. Give the answer in \\\\boxed{{}}."))""",
+                                    top="import collections"),
+    "numbers as settings": harness("""
+for limit in [16, 24, 32, 48]:
+    reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), max_tokens=limit)
+    if len(reply.content) > 10:
+        return"""),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_harnesses_pass(name, engine, sandbox):
+    probes = check(HONEST[name], engine, sandbox)
+    assert [probe for probe in probes if not probe.passed] == []
+    models = [f"null model: {model}" for model in ("silent", "unsure", "noise", "echo", "copy", "spray")]
+    assert [probe.name for probe in probes] == ["contract", "lint", "literals", *models, "first tasks"]
+    assert sum(probe.n_rollouts for probe in probes) == 2
+
+
+ANSWERS = [task.answer for task in OTHERS if len(task.answer) > 1][:8]
+TABLE = " ".join(ANSWERS)
+QUESTION = OTHERS[5].fields["question"]
+CHEATS = {
+    # contract
+    "too long": ("contract", H0 + "#" * hs.MAX_SOURCE_BYTES),
+    "no Python": ("contract", "def run(task:\n"),
+    "a NUL": ("contract", H0 + "\0"),
+    "too deep": ("contract", H0 + "x = " + "-" * 15000 + "1\n"),
+    "no system prompt": ("contract", H0.replace("SYSTEM_PROMPT", "SYSTEM")),
+    "a computed prompt": ("contract", H0.replace('SYSTEM_PROMPT = ""', "SYSTEM_PROMPT = str()")),
+    "no generator": ("contract", harness("return 1")),
+    "two arguments": ("contract", H0.replace("def run(task)", "def run(task, answer)")),
+    # lint
+    "import os": ("lint", harness(ASK, top="import os")),
+    "import of a submodule": ("lint", harness(ASK, top="import importlib.util")),
+    "relative import": ("lint", harness(ASK, top="from . import envs")),
+    "star": ("lint", harness(ASK, top="from re import *")),
+    "exec": ("lint", harness("exec('1')\n" + ASK)),
+    "open under another name": ("lint", harness("f = open\n" + ASK)),
+    "dunder attribute": ("lint", harness("x = ().__class__\n" + ASK)),
+    "dunder name": ("lint", harness("x = __builtins__\n" + ASK)),
+    "module attribute as a channel": ("lint", harness("re.seen = task\n" + ASK)),
+    "shared constant as a channel": ("lint", harness("PYTHON['function']['name'] = 'x'\n" + ASK)),
+    "private attribute of a module": ("lint", harness("x = re._cache\n" + ASK)),
+    "branch on the question": ("lint", harness(f"if 'apples' in task['question']:\n    return\n{ASK}")),
+    "branch on an alias": ("lint", harness(f"q = task.get('question').lower()\nif re.search('b', q):\n    return\n{ASK}")),
+    "look-up by the question": ("lint", harness(f"hint = {{}}.get(task['question'])\n{ASK}")),
+    "choice by comparison": ("lint", harness(f"n = ('a', 'b')[task['question'] > 'm']\n{ASK}")),
+    # literals
+    "answers in a list": ("literals", harness(ASK, top=f"A = {[int(a) for a in ANSWERS]}")),
+    "answers in a dict": ("literals", harness(ASK, top=f"A = {dict(enumerate(ANSWERS))}")),
+    "answers in a string": ("literals", harness(ASK, top=f"A = '{TABLE}'.split()")),
+    "answers in parts": ("literals", harness(ASK, top=f"A = ''.join(['{TABLE[:9]}', '{TABLE[9:]}'])")),
+    "answers reversed": ("literals", harness(ASK, top=f"A = '{TABLE[::-1]}'")),
+    "answers in base64": ("literals", harness(ASK, top=f"A = '{base64.b64encode(TABLE.encode()).decode()}'")),
+    "answers in base64 bytes": ("literals", harness(ASK, top=f"A = {base64.b64encode(TABLE.encode())}")),
+    "answers in hex": ("literals", harness(ASK, top=f"A = '{TABLE.encode().hex()}'")),
+    "answers as character codes": ("literals", harness(ASK, top=f"A = {list(TABLE.encode())}")),
+    "a question": ("literals", harness(ASK, top=f"Q = {QUESTION!r}")),
+    "half a question, in other case": ("literals", harness(ASK, top=f"Q = {' '.join(QUESTION.upper().split()[:13])!r}")),
+    "a question in rot13": ("literals", harness(ASK, top=f"Q = {codecs.encode(QUESTION, 'rot13')!r}")),
+    "a question in a prompt": ("literals", harness(ASK, user=repr(QUESTION + " {question}"))),
+    "a data set": ("literals", harness(ASK, top="NOTE = 'these are GSM8K problems'")),
+    "a source": ("literals", harness(ASK, top="NOTE = 'nano-math'")),
+    "a split as a name": ("literals", harness(ASK, top="aime_2024 = 1")),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_are_refused(name, engine, sandbox):
+    gate, source = CHEATS[name]
+    probes = check(source, engine, sandbox)
+    assert (probes[-1].name, probes[-1].passed) == (gate, False), probes
+    assert probes[-1].why and all(probe.passed for probe in probes[:-1])
+
+
+SUMS = [Task(f"sum-{a}", {"question": f"What is {a} plus {a * 7 + 300}?"}, str(8 * a + 300), "s") for a in range(41, 49)]
+SOLVE = "total = sum(map(int, re.findall('[0-9]+', task['question'])))\n"
+SOLVERS = {
+    "null model: echo": SOLVE + "yield generate(chat('', f'{task[\"question\"]} Say \\\\boxed{{{total}}}.'))",
+    "null model: copy": SOLVE + "yield generate(chat('', f'{task[\"question\"]} A friend thinks it is {total}.'))",
+}
+
+
+@pytest.mark.parametrize("probe", SOLVERS)
+def test_a_solver_inside_is_refused(probe, engine, sandbox):
+    probes = check(harness(SOLVERS[probe]), engine, sandbox, tasks=SUMS)
+    assert (probes[-1].name, probes[-1].passed) == (probe, False)
+    assert "4 of 4" in probes[-1].why
+
+
+def test_a_thinking_template_does_not_blind_the_echo(engine, sandbox):
+    body = SOLVE + "yield generate(chat('', f'\\\\boxed{{{total}}} {task[\"question\"]}\\n<think>\\n'))"
+    assert check(harness(body), engine, sandbox, tasks=SUMS)[-1].name == "null model: echo"
+
+
+@pytest.mark.parametrize("phrase, probe", [("", "silent"), ("I don't know", "unsure"), ("\\boxed{", "spray")])
+def test_a_lax_verifier_is_found(phrase, probe, engine, sandbox):
+    class LaxEnv(MathEnv):
+        @staticmethod
+        def verify(task, reply):
+            hit = phrase in reply and bool(reply) == bool(phrase) and (phrase != "\\boxed{" or task.answer in reply)
+            return replace(MathEnv.verify(task, reply), reward=float(hit))
+
+    probes = check(H0, engine, sandbox, env=LaxEnv())
+    assert (probes[-1].name, probes[-1].passed) == (f"null model: {probe}", False)
+
+
+@pytest.mark.parametrize("body, why", [
+    (f"reply = {ASK}\n1 / len(reply.tool_calls[:0])", "error: ZeroDivisionError"),
+    ("while True:\n    pass\nyield", "killed: "),
+    ("yield {'type': 'search', 'query': 'x'}", "error: "),
+])
+def test_failing_on_the_first_tasks_is_refused(body, why, engine, sandbox, monkeypatch):
+    monkeypatch.setattr(hs, "null_models", lambda env, tasks: iter(()))          # they meet the same error, and cost time
+    quick = replace(CFG, harness_limits=replace(CFG.harness_limits, seconds=0.2))
+    probes = hs.check_harness(harness(body), MathEnv(), engine, sandbox, TASKS, FORBIDDEN, quick, (0,))
+    assert (probes[-1].name, probes[-1].passed) == ("first tasks", False) and probes[-1].why.startswith(why)
+
+
+def test_common_words_of_a_domain_are_no_question():
+    shared = "and let m and n be relatively prime positive integers such that the value is m over n"
+    forbidden = ForbiddenText([Task(str(i), {"question": f"Take {i} {shared}"}, "1", "x") for i in range(9)])
+    tree, _ = hs.parse_harness(harness(ASK, top=f"NOTE = '{shared}'"))
+    assert hs.find_literals(tree, forbidden) == ""
+    assert "a question" in hs.find_literals(tree, ForbiddenText([Task("0", {"question": shared}, "1", "x")]))
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+def make_score(mean: float, calls: float) -> Score:
+    return Score(mean, (0.0, 1.0), 8, 8, 0, 0, calls, 1.0, 8, 8, 8, 0, {}, 0.0, "", 0, "")
+
+
+def make_outcome(name: str, mean: float | None, calls: float = 2.0, source: str = "") -> Outcome:
+    candidate = Candidate(name, "", "", (), source, 1)
+    return Outcome(candidate, None, "why") if mean is None else Outcome(candidate, make_score(mean, calls))
+
+
+@pytest.mark.parametrize("scores, best", [
+    ([(0.5, 2), (0.6, 4), (0.4, 1)], 1),
+    ([(0.5, 2.0), (0.5, 1.5), (0.5, 1.75)], 1),             # a tie goes to fewer calls
+    ([(0.5, 2.0), (0.5, 2.0)], 0),                          # then to the earlier one
+    ([(0.0, 2.0), (None, 0.0), (0.0, 3.0)], 0),             # a refused one is never the best
+])
+def test_tie_rule(scores, best):
+    outcomes = [make_outcome(f"h{i}", mean, calls) for i, (mean, calls) in enumerate(scores)]
+    assert hs.select_best(outcomes) is outcomes[best]
+
+
+def test_bootstrap_interval():
+    values = np.random.default_rng(0).binomial(1, 0.3, 256).astype(float).tolist()
+    low, high = hs.bootstrap_ci(values, 7)
+    error = 1.96 * np.std(values) / 16
+    assert abs((np.mean(values) - low) / error - 1) < 0.1 and abs((high - np.mean(values)) / error - 1) < 0.1
+    assert (low, high) == hs.bootstrap_ci(values, 7) != hs.bootstrap_ci(values, 8)
+    assert hs.bootstrap_ci([1.0, 1.0], 0) == (1.0, 1.0)
+
+
+def test_score_key(tmp_path, engine, sandbox):
+    def key(source=H0, version=0, **changes):
+        search = make_search(tmp_path, engine, sandbox, **changes)
+        search.version = version
+        return search.score_key(replace(search.incumbent, source=source))
+
+    keys = [key(), key(source=H0 + "#"), key(version=1), key(seed=(1, "harness", 1)), key(tasks=TASKS[:-1]),
+            key(tasks=[*TASKS[:-1], replace(TASKS[-1], answer="1")]), key(rollout_cfg=replace(CFG, temperature=0.9))]
+    assert len(set(keys)) == len(keys)
+    assert key(rollout_cfg=replace(CFG, n_workers=2)) == key()          # changes no result
+    assert key(incumbent=Candidate("other", "", "", (), H0, 0)) == key()        # nor does a name
+
+
+def test_denominators_count_what_failed(tmp_path, engine, sandbox):
+    fails = harness(f"reply = {ASK}\nif len(reply.content) % 2:\n    1 / 0")
+    search = make_search(tmp_path, engine, sandbox, incumbent=Candidate("", "", "", (), fails, 0))
+    [outcome] = search.iterate()
+    score, rows = outcome.score, [json.loads(line) for line in (tmp_path / "h0" / "traces.jsonl").open()]
+    assert score.n == len(rows) == 8 and score.n_ok + score.n_error + score.n_killed == 8 and score.n_error > 0
+    assert score.mean == sum(row["reward"] for row in rows) / 8
+    assert score.failures == dict(sorted(Counter(r["failure"] for r in rows if r["failure"] != "solved").items()))
+    assert score.n_model_calls == sum(row["n_calls"] for row in rows) == 8 * score.calls_a_rollout
+    assert score.n_completion_tok == sum(row["n_tok"] for row in rows) == 8 * score.tok_a_rollout
+
+
+# ---- the archive ----------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+class MortalEngine:
+    """An engine that dies after so many steps."""
+
+    def __init__(self, engine, n_steps: float):
+        self.engine, self.n_steps = engine, n_steps
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def step(self):
+        self.n_steps -= 1
+        if self.n_steps < 0:
+            raise Killed
+        return self.engine.step()
+
+
+SMALL = dict(tasks=TASKS[:4], n_candidates=2)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, engine, sandbox):
+    """An uninterrupted search of three iterations -> its folder, and the engine steps that it took."""
+    folder, mortal = tmp_path_factory.mktemp("cycle"), MortalEngine(engine, 1e9)
+    search = make_search(folder, mortal, sandbox, **SMALL)
+    for _ in range(3):
+        search.iterate()
+    search.accept()
+    return folder, int(1e9 - mortal.n_steps)
+
+
+def read_all(folder: Path) -> dict[str, object]:
+    """Every file of an archive; without the times."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name in ("score.json", "refused.json"):
+            record = json.loads(path.read_text())
+            files[str(path.relative_to(folder))] = {k: v for k, v in record.items() if "seconds" not in k}
+        elif path.is_file():
+            files[str(path.relative_to(folder))] = path.read_bytes()
+    return files
+
+
+def test_archive_of_a_search(finished):
+    folder, _ = finished
+    rows = [json.loads(line) for line in (folder / "history.jsonl").open()]
+    assert [row["name"] for row in rows] == ["h0", "h1", "h2", "h3", "h4"]
+    assert [row["iteration"] for row in rows] == [1, 2, 2, 3, 3]
+    assert rows[0]["parent"] == "" and rows[0]["harness_sha"] == hs.sha256(H0)
+    for row in rows:
+        files = {path.name for path in (folder / row["name"]).iterdir()}
+        assert row["refused"] == "", row                        # the rules write nothing that a gate refuses
+        assert files == {"harness.py", "proposal.json", "traces.jsonl", "score.json"}
+        assert row["hypothesis"] and "\n" not in row["hypothesis"]
+        assert len((folder / row["name"] / "traces.jsonl").read_text().splitlines()) == row["n"] == 4
+    best = min(rows, key=lambda row: (-row["mean"], row["calls_a_rollout"]))
+    assert (folder / "accepted.txt").read_text() == best["name"] + "\n"
+    assert "def run(task)" in (folder / "task.md").read_text()
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.95])
+def test_killed_and_resumed_is_the_same_search(fraction, finished, tmp_path, engine, sandbox):
+    reference, n_steps = finished
+    n_proposals = Counter()
+
+    def proposer(request):
+        n_proposals[request.seed] += 1
+        return hs.propose_by_rules(request)
+
+    with pytest.raises(Killed):
+        search = make_search(tmp_path, MortalEngine(engine, int(fraction * n_steps)), sandbox, proposer=proposer, **SMALL)
+        for _ in range(3):
+            search.iterate()
+    assert not (tmp_path / "accepted.txt").exists()
+    search = make_search(tmp_path, engine, sandbox, proposer=proposer, **SMALL)
+    outcomes = [outcome for _ in range(3) for outcome in search.iterate()]
+    search.accept()
+    assert read_all(tmp_path) == read_all(reference)
+    assert [outcome.candidate.name for outcome in outcomes] == ["h0", "h1", "h2", "h3", "h4"]
+    assert set(n_proposals.values()) == {1} and len(n_proposals) == 2
+
+
+def test_what_is_finished_is_neither_proposed_nor_scored_again(finished, engine, sandbox):
+    folder, _ = finished
+    before = read_all(folder)
+    search = make_search(folder, MortalEngine(engine, 0), sandbox, proposer=None, n_done=2, **SMALL)
+    assert [outcome.candidate.name for outcome in search.iterate()] == ["h3", "h4"]
+    assert search.accept().name == (folder / "accepted.txt").read_text().strip()
+    assert read_all(folder) == before
+
+
+def test_a_score_made_under_other_settings_is_not_used(tmp_path, engine, sandbox):
+    make_search(tmp_path, engine, sandbox).iterate()
+    with pytest.raises(Killed):
+        make_search(tmp_path, MortalEngine(engine, 0), sandbox, seed=(1, "harness", 1)).iterate()
+    path = tmp_path / "h0" / "score.json"
+    honest = json.loads(path.read_text())
+    path.write_text(json.dumps(honest | {"mean": 1.0, "key": "0" * 64}))
+    [outcome] = make_search(tmp_path, engine, sandbox).iterate()
+    assert outcome.score.mean == honest["mean"] and outcome.score.key == honest["key"]
+
+
+def test_other_weights_in_the_middle_of_a_phase_stop_it(tmp_path, engine, sandbox):
+    mortal = MortalEngine(engine, 1e9)
+    search = make_search(tmp_path, mortal, sandbox)
+    mortal.version = engine.version + 1
+    with pytest.raises(SearchError, match="weights"):
+        search.iterate()
+
+
+def test_canary(tmp_path, engine, sandbox):
+    """With uuids as references, no byte that a proposer can read holds one, and no harness sees one."""
+    tasks = [replace(task, answer=str(uuid.UUID(int=random.Random(task.id).getrandbits(128)))) for task in TASKS]
+    requests = []
+
+    def proposer(request):
+        requests.append(repr(request))
+        shows_all = harness("yield generate(chat('', repr(task) + repr(sorted(task.items()))))")
+        raises = harness("reply = yield generate(chat('', repr(task)))\nraise ValueError(repr(task))")
+        sources = [shows_all, raises, H0 + "x = 1\n"]
+        return [replace(c, source=s) for c, s in zip(hs.propose_by_rules(request), sources, strict=True)]
+
+    search = make_search(tmp_path, engine, sandbox, tasks=tasks, forbidden=ForbiddenText(tasks), proposer=proposer)
+    outcomes = search.iterate() + search.iterate()
+    assert sum(outcome.score is not None for outcome in outcomes) >= 3
+    content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()) + "".join(requests).encode()
+    assert TASKS[0].fields["question"].encode() in content
+    for task in tasks:
+        for secret in (task.answer, task.answer.replace("-", ""), task.answer[:8]):
+            assert secret.encode() not in content
+    prompts = (tmp_path / "h1" / "traces.jsonl").read_text()
+    assert tasks[0].fields["question"] in prompts and "nano-math" not in prompts
+
+
+# ---- proposers that misbehave ---------------------------------------------------------------------------------------
+
+
+def test_a_proposer_that_raises_stops_the_search_and_marks_nothing(finished, tmp_path, engine, sandbox):
+    class Broken(Exception):
+        pass
+
+    def broken(request):
+        raise Broken
+
+    search = make_search(tmp_path, engine, sandbox, proposer=broken, **SMALL)
+    search.iterate()
+    for _ in range(2):
+        with pytest.raises(Broken):
+            search.iterate()
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
+    assert not (tmp_path / "iteration_02.json").exists()
+    search.proposer = hs.propose_by_rules
+    assert [outcome.candidate.name for outcome in search.iterate()] == ["h1", "h2"]
+    reference = (finished[0] / "history.jsonl").read_text().splitlines()[:3]
+    assert (tmp_path / "history.jsonl").read_text().splitlines() == reference
+
+
+def variants(request, *sources, parent="h0"):
+    return [Candidate("x", parent, "a line\nand another", (), source, 99) for source in sources]
+
+
+@pytest.mark.parametrize("n", [0, 4])
+def test_too_few_or_too_many_candidates_stop_the_search(n, tmp_path, engine, sandbox):
+    search = make_search(tmp_path, engine, sandbox, proposer=lambda request: variants(request, *[H0] * n))
+    search.iterate()
+    with pytest.raises(SearchError, match=f"{n} candidates"):
+        search.iterate()
+
+
+def test_duplicates_and_unknown_parents_are_refused(tmp_path, engine, sandbox):
+    other = H0.replace("MAX_CALLS = 2", "MAX_CALLS = 3")
+    comments = '"""Another docstring."""\n# and a comment\n' + H0[H0.index("from harness_api"):]
+    batches = iter([variants(None, comments, other, other + "\n# again"),
+                    variants(None, H0 + "1 / 0\n", H0 + "import os\n", H0 + "\ud800"),
+                    [*variants(None, H0 + "x = 2\n", parent="h9"), *variants(None, H0 + "x = 3\n", parent="h1")]])
+    search = make_search(tmp_path, engine, sandbox, proposer=lambda request: next(batches))
+    outcomes = [outcome for _ in range(4) for outcome in search.iterate()]
+    fails = "error: ZeroDivisionError"
+    expected = ["", "same program as h0", "", "same program as h2", fails, "lint: ", "contract: ",
+                "parent 'h9'", "parent 'h1'"]           # h1 was refused: no parent
+    assert len(outcomes) == len(expected)
+    for outcome, words in zip(outcomes, expected, strict=True):
+        assert words in outcome.refused and bool(words) == bool(outcome.refused) == (outcome.score is None)
+        assert outcome.gate_rollouts == (2 if words in ("", fails) and outcome.candidate.name != "h0" else 0)
+        if outcome.refused:                             # where the proposer reads it
+            record = json.loads((tmp_path / outcome.candidate.name / "refused.json").read_text())
+            assert record["refused"] == outcome.refused
+    assert outcomes[2].candidate.hypothesis == "a line and another"
+    replayed = make_search(tmp_path, MortalEngine(engine, 0), sandbox, proposer=None)
+    assert [outcome for _ in range(4) for outcome in replayed.iterate()] == outcomes
+
+
+@pytest.mark.parametrize("name", ["h0/score.json", "h0/traces.jsonl", "history.jsonl"])
+def test_a_proposer_that_edits_the_archive_stops_the_search(name, tmp_path, engine, sandbox):
+    def proposer(request):
+        (request.folder / "notes.txt").write_text("a note of its own is fine")
+        (request.folder / name).write_text("{}")
+        return hs.propose_by_rules(request) if "traces" not in name else variants(request, H0)
+
+    search = make_search(tmp_path, engine, sandbox, proposer=proposer)
+    search.iterate()
+    with pytest.raises(SearchError, match=name):
+        search.iterate()
+
+
+def test_a_candidate_changed_after_it_was_proposed_is_refused(tmp_path, engine, sandbox):
+    with pytest.raises(Killed):
+        search = make_search(tmp_path, engine, sandbox)
+        search.iterate()
+        search.engine = MortalEngine(engine, 0)
+        search.iterate()
+    path = tmp_path / "h2" / "harness.py"
+    path.write_text(path.read_text() + "# changed\n")
+    with pytest.raises(SearchError, match="h2"):
+        make_search(tmp_path, engine, sandbox, n_done=1).iterate()
+
+
+# ---- the rules proposer ---------------------------------------------------------------------------------------------
+
+FAILURES = {"call_limit": 61, "malformed_call": 40, "no_answer_after_tool": 33, "no_tool_wrong_answer": 20,
+            "wrong_answer": 30, "token_limit": 12, "solved": 60}
+KNOWN = {mechanism.name: mechanism for mechanism in hs.MATH_MECHANISMS}
+
+
+def write_traces(folder: Path, failures: dict[str, int]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps({"failure": word}) + "\n" for word, n in failures.items() for _ in range(n)]
+    (folder / "traces.jsonl").write_text("".join(rows))
+
+
+def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source: str = H0) -> list[list[Candidate]]:
+    """Proposals over iterations with made-up scores and failures, without a model."""
+    rng = random.Random(seed)
+    history = [make_outcome("h0", 0.2, source=source)]
+    write_traces(folder / "h0", FAILURES)
+    rounds = []
+    for iteration in range(2, n_iterations + 2):
+        request = ProposalRequest(folder, tuple(history), m, (seed, "propose", iteration), "math")
+        rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(hs.propose_by_rules(request))])
+        for candidate in rounds[-1]:
+            write_traces(folder / candidate.name, {word: rng.randint(0, 60) for word in FAILURES})
+            score = make_score(round(rng.random(), 2), 2.0) if rng.random() < 0.9 else None
+            history.append(Outcome(candidate, score, "" if score else "why"))
+    return rounds
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+def test_rules_never_repeat_a_program(m, tmp_path):
+    rounds = simulate(tmp_path, 16, m=m)
+    candidates = [candidate for candidates in rounds for candidate in candidates]
+    assert [len(candidates) for candidates in rounds] == [m] * 16
+    assert len({hs.program_of(c.source) for c in candidates} | {hs.program_of(H0)}) == 16 * m + 1
+    for candidate in candidates:
+        tree, why = hs.parse_harness(candidate.source)
+        assert (why, hs.lint(tree), hs.find_literals(tree, FORBIDDEN)) == ("", "", "")
+        assert set(candidate.mechanisms) <= KNOWN.keys() and "\n" not in candidate.hypothesis
+        needed = 2 + sum(KNOWN[name].n_extra_calls for name in candidate.mechanisms)
+        assert f"MAX_CALLS = {hs.n_calls(candidate.mechanisms)}\n" in candidate.source
+        assert hs.n_calls(candidate.mechanisms) >= min(6, needed)
+        for group in ("calls", "reminder"):
+            assert sum(KNOWN[name].group == group for name in candidate.mechanisms) <= 1
+
+
+def test_slots_follow_the_counted_failures(tmp_path):
+    [first, second, third] = simulate(tmp_path, 1)[0]
+    assert {"careful_reminder"} == set(first.mechanisms) - {"calls_3"}      # 33 and 30 failures
+    assert {"repair_call"} == set(second.mechanisms) - {"calls_3"}
+    assert len([name for name in third.mechanisms if KNOWN[name].group != "calls"]) >= 2
+    for candidate in (first, second, third):
+        assert candidate.parent == "h0" and "of 256 rollouts of h0" in candidate.hypothesis
+        cited = {word for name in candidate.mechanisms for word in KNOWN[name].cures.split()}
+        total = sum(FAILURES.get(word, 0) for word in cited)
+        assert candidate.hypothesis.endswith(f"at most {total // 2} will")
+        assert all(f"{FAILURES[word]} {hs.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
+
+
+def test_later_rounds_build_on_the_best_and_may_take_away(tmp_path):
+    rounds = simulate(tmp_path, 16, seed=3)
+    removals = [c for candidates in rounds for c in candidates if c.hypothesis.startswith("without ")]
+    assert removals and all(c.hypothesis.split()[1].rstrip(",") not in c.mechanisms for c in removals)
+    assert len({candidates[0].parent for candidates in rounds}) > 1
+
+
+def test_a_foreign_incumbent_is_said_to_be_unknown(tmp_path):
+    foreign = H0.replace("Put your final answer", "State the answer")
+    for candidate in simulate(tmp_path, 1, source=foreign)[0]:
+        assert candidate.hypothesis.startswith("(from h0's structure, as the mechanisms of h0 are not known)")
+
+
+def test_rendering_without_mechanisms_is_h0():
+    assert hs.render_math(frozenset(), "x").partition('"""\n\n')[2] == H0.partition('"""\n\n')[2]
+
+
+def test_rules_do_not_depend_on_the_hash_seed(tmp_path):
+    code = ("import sys; sys.path[:0] = ['.', 'tests']; from pathlib import Path; import test_harness_search as t\n"
+            "print([candidate for round in t.simulate(Path(sys.argv[1]), 8, seed=5) for candidate in round])")
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "other")], cwd=ROOT, capture_output=True, text=True,
+                          check=True, env={**os.environ, "PYTHONHASHSEED": other})
+    ours = [candidate for candidates in simulate(tmp_path / "ours", 8, seed=5) for candidate in candidates]
+    assert done.stdout == f"{ours}\n" and len(ours) == 24
+
+
+def talk(has: frozenset[str], replies: list[str], engine, sandbox) -> tuple[str, list[str]]:
+    """Runs a rendered harness against a model that says these lines -> the last prompt, and the lines left unsaid."""
+    left, prompts = list(replies), []
+
+    def model(prompt: str) -> str:
+        prompts.append(prompt)
+        return left.pop(0)
+
+    [trace] = run(hs.ScriptedEngine(engine.tokenizer, model), MathEnv(), sandbox, hs.render_math(has, "x"), TASKS[:1], 1,
+                  (0,), replace(CFG, max_assistant_tok=10_000))
+    assert trace.status == "ok"
+    return prompts[-1], left
+
+
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(41 + 1)"}}\n</tool_call>'
+FAILING = CALL.replace("41 + 1", "1 / 0")
+BOX = "\\boxed{42}"
+
+
+@pytest.mark.parametrize("mechanism, replies, says", [
+    ("calls_3", [CALL, CALL, BOX], ""),
+    ("calls_4", [CALL, CALL, CALL, BOX], ""),
+    ("calls_6", [CALL] * 5 + [BOX], ""),
+    ("repair_call", ["<tool_call>print(1)</tool_call>", CALL, BOX], "The tool call could not be read."),
+    ("ask_for_tool", [BOX, CALL, BOX], "Please use the python tool"),
+    ("ask_for_box", ["It is 42.", BOX], "If you are not done"),
+    ("ask_for_box", ["It is 42.", "Yes, 42."], "If you are not done"),                  # once only
+    ("explain_error", [FAILING, CALL, BOX], "The code failed."),
+    ("careful_reminder", [CALL, BOX], "</tool_response><|im_end|>\n<|im_start|>user\nIf more steps are needed"),
+    ("careful_reminder_in_output", [CALL, BOX], "42\n\n\nIf more steps are needed"),
+    ("blunt_reminder", [CALL, BOX], "</tool_response><|im_end|>\n<|im_start|>user\nNow give the final answer"),
+    ("blunt_reminder_in_output", [CALL, BOX], "42\n\n\nNow give the final answer"),
+    ("system_tool", [BOX], "system\nAlways use the python tool"),
+    ("checklist", [BOX], "\n- Use the python tool for every calculation.\n- Put your final answer in"),
+    ("steps", [BOX], "\n\nWork step by step, one tool call for each step. Put your final answer in"),
+])
+def test_each_mechanism_does_what_it_says(mechanism, replies, says, engine, sandbox):
+    """The model's lines are all asked for and no more, and the harness says its own; h0 does neither."""
+    has = hs.add_mechanisms(frozenset(), [mechanism], KNOWN)
+    prompt, left = talk(has, [*replies, "one too many"], engine, sandbox)
+    assert says in prompt and left == ["one too many"]
+    h0_prompt, h0_left = talk(frozenset(), [*replies, "one too many"], engine, sandbox)
+    assert (says and says not in h0_prompt) or len(h0_left) > 1
+    everything = hs.add_mechanisms(frozenset(), list(KNOWN), KNOWN)                     # and all of them get along
+    assert talk(everything, [*replies, *[BOX] * 6], engine, sandbox)[1]
+
+
+def test_reminder_and_error_take_turns(engine, sandbox):
+    for reminder, after in (("careful_reminder", "user\nIf more"), ("blunt_reminder_in_output", "42\n\n\nNow give")):
+        has = hs.add_mechanisms(frozenset(), [reminder, "explain_error"], KNOWN)
+        prompt, _ = talk(has, [FAILING, CALL, BOX], engine, sandbox)
+        assert prompt.count("The code failed.") == 1 and prompt.count(after) == 1

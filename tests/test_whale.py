@@ -1,0 +1,313 @@
+"""The real program, run small as a user runs it: a whole run, kills, resumes, refusals, and the small commands."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import cli
+from envs import MathEnv
+from whale import ROOT, Config, Run, UsageError, check_disk, sample_tasks
+
+DATA = ROOT / "embedded" / "math"
+SMALL = ["--cycles", "1", "--epochs", "0.05", "--prompt-batch", "16", "--iterations", "2", "--n-eval", "1",
+         "--train", f"{DATA}/train.jsonl[:640]", "--harness-set", f"{DATA}/harness.jsonl[:24]",
+         "--test", f"{DATA}/test.jsonl[:24]", "--seed", "3"]             # 2 weight steps, 2 iterations
+TIMES = re.compile(r"time|second|_s$|per_s|tok_s|wall|mem|rss|pid|name|^ts$|eta")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*args, **kwargs) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *map(str, args)], text=True, env=ENVIRONMENT,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **kwargs)
+
+
+def call(*args) -> tuple[int, str]:
+    """The command in this process -> (exit code, all that it printed)."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            code = cli.main([str(arg) for arg in args])
+        except SystemExit as error:                                  # argparse
+            code = error.code
+    return code, output.getvalue()
+
+
+def call_json(*args) -> dict:
+    """--json prints one JSON object and nothing else on standard output."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        code = cli.main([*map(str, args), "--json"])
+    return json.loads(output.getvalue()) | {"exit": code}
+
+
+def rows(folder: Path) -> list[dict]:
+    return [{key: value for key, value in json.loads(line).items() if not TIMES.search(key)}
+            for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An undisturbed run."""
+    out = tmp_path_factory.mktemp("runs")
+    code, output = call("math", *SMALL, "--out", out, "--name", "whole")
+    assert code == 0, output
+    return out / "whole"
+
+
+def test_a_run_leaves_what_the_design_says(whole):
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["complete"] and summary["weight_steps"] == 2 and summary["harness_iterations"] == 2
+    assert summary["rollouts"]["weight"] == 2 * 16 * 8 and summary["rollouts"]["eval"] == 3 * 24
+    n_scored = len(list(whole.glob("harness/cycle_01/*/score.json")))
+    assert summary["rollouts"]["harness"] == 24 * n_scored and n_scored >= 2
+    for key in ("domain", "method", "preset", "seed", "model", "base_mean8", "best_mean8", "final_mean8", "seconds", "cycles",
+                "accepted", "final_harness", "sandbox", "version"):
+        assert key in summary
+    assert (whole / summary["final_harness"]).is_file()
+    assert {path.name for path in whole.glob("weights/*")} == {"step_000002"}
+    kinds = [row["kind"] for row in rows(whole)]
+    assert kinds[0] == "eval" and kinds.count("weight_step") == 2 and kinds.count("iteration") == 2 and kinds.count("eval") == 3
+    assert (whole / "harness/cycle_01/accepted.txt").read_text().strip() == summary["accepted"][0]["name"]
+    versions = {json.loads(line)["version"] for line in (whole / "harness/cycle_01/h0/traces.jsonl").read_text().splitlines()}
+    assert versions == {rows(whole)[2]["version"]}, "the search scores on the weights of the last weight step"
+
+
+def test_a_complete_run_does_nothing(whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file() and path.name != ".lock"}
+    code, output = call("math", *SMALL, "--out", whole.parent, "--name", "whole")
+    assert code == 0 and "complete" in output
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.parametrize("moment", ["base evaluation", "weight phase", "harness phase", "last evaluation"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(whole, tmp_path, moment):
+    """SIGKILL, the same command again: metrics equal line by line but for times, harness and weights equal."""
+    n_rows = {"base evaluation": 0, "weight phase": 2, "harness phase": 3, "last evaluation": 9}[moment]
+    folder = tmp_path / "killed"
+    process = start("math", *SMALL, "--out", tmp_path, "--name", "killed")
+    deadline = time.monotonic() + 120
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= n_rows) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if moment == "harness phase":                                    # in the middle of an iteration
+        while not (folder / "harness/cycle_01/h1/proposal.json").exists() and process.poll() is None:
+            time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = call("math", *SMALL, "--out", tmp_path, "--name", "killed")
+    assert code == 0, output
+    assert rows(folder) == rows(whole)
+    assert (folder / "final_harness.py").read_text() == (whole / "final_harness.py").read_text()
+    weights = "weights/step_000002/model.safetensors"
+    assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+def test_a_directory_of_another_configuration_is_refused(whole):
+    code, output = call("math", *SMALL, "--out", whole.parent, "--name", "whole", "--lr", "0.5")
+    assert code == 2 and "lr" in output and "0.5" in output and "--name" in output and "Traceback" not in output
+
+
+def test_two_runs_in_one_directory(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "whole")
+    import fcntl
+    with open(tmp_path / "whole" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output = call("math", *SMALL, "--out", tmp_path, "--name", "whole")
+    assert code == 2 and "in use" in output
+
+
+@pytest.mark.parametrize("method", ["weight", "harness", "adaptive", "stagewise"])
+def test_every_method_runs_to_its_budget(tmp_path, method):
+    """One phase switched off, or both in another order: the same loop, stopped at the same number of rollouts."""
+    flags = ["--method", method, "--rollouts", "200", "--stagewise-phases", "1", "--min-iterations", "1",
+             "--patience-iterations", "1"]
+    code, output = call("math", *SMALL, *flags, "--out", tmp_path, "--name", method)
+    assert code == 0, output
+    summary = json.loads((tmp_path / method / "summary.json").read_text())
+    spent = summary["rollouts"]["weight"] + summary["rollouts"]["harness"]
+    assert 200 <= spent < 200 + 128
+    assert bool(summary["rollouts"]["weight"]) == (method != "harness")
+    assert bool(summary["accepted"]) == (method == "harness") or method in ("adaptive", "stagewise")
+
+
+def test_nothing_to_learn_from_stops_with_a_reason(tmp_path):
+    """A verifier that accepts nothing: bit-equal weights, then a clear stop, never a silent run to the end."""
+    never = tmp_path / "train.jsonl"
+    never.write_text("".join(json.dumps({"id": f"x{i}", "question": f"What is the number of {'a' * i}?", "answer": "123456789",
+                                         "source": "test"}) + "\n" for i in range(32)))
+    code, output = call("math", *SMALL, "--train", never, "--epochs", "3", "--max-empty-steps", "2", "--out", tmp_path,
+                        "--name", "none")
+    assert code == 2 and "no rollout was accepted in 2 weight steps" in output, output
+    state = json.loads((tmp_path / "none" / "state.json").read_text())
+    assert [row["version"] for row in rows(tmp_path / "none") if row["kind"] == "weight_step"] == [0, 0]
+    assert state["weight_step"] == 2
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, said", [
+    (["math", "--no-such-flag", "1"], "--no-such-flag"),
+    (["math", "--seed", "x"], "--seed"),
+    (["math", "--method", "magic"], "whale"),
+    (["math", "--cycles", "0"], "--cycles"),
+    (["maths"], "maths"),
+    (["eval", "biology", "--harness", "x"], "biology"),
+    (["math", "--model", "no/such/model/here"], "--model"),
+    (["math", "--model", "./nowhere"], "./nowhere"),
+    (["math", "--train", "/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
+    (["math", "--train", f"{DATA}/train.jsonl[9999:]"], "no rows"),
+    (["math", "--train", str(DATA / "test.jsonl")], "math-test-"),
+    (["eval", "math", "--harness", "/nowhere.py"], "/nowhere.py"),
+    (["sandbox", "/nowhere.py"], "/nowhere.py"),
+    (["verify", "math"], "--cases"),
+    (["verify", "math", "--reply-file", str(ROOT / "README.md")], "--reference"),
+    (["verify", "math", "--cases", "/nowhere.jsonl"], "/nowhere.jsonl"),
+])
+def test_a_bad_request_says_what_is_wrong(tmp_path, args, said):
+    code, output = call(*args, *(["--out", tmp_path] if args[0] == "math" else []))
+    assert code in (1, 2) and said in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("row, said", [
+    ('{"id": "a", "question": "What?", "answer": ', "line 3"),
+    ('{"id": "a", "question": "What?"}', "answer"),
+    ('{"id": "a", "question": 7, "answer": "1"}', "question"),
+])
+def test_a_broken_row_is_named(tmp_path, row, said):
+    good = (DATA / "train.jsonl").read_text().splitlines()
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join([*good[:2], row, *good[2:4]]) + "\n")
+    code, output = call("math", "--train", path, "--out", tmp_path)
+    assert code == 1 and "broken.jsonl" in output and "3" in output and said in output and "Traceback" not in output
+    assert not list(tmp_path.glob("math-*")), "nothing is written before the data is checked"
+
+
+def test_overlap_of_splits_beyond_case_and_space(tmp_path):
+    task = json.loads((DATA / "test.jsonl").read_text().splitlines()[0])
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(task | {"id": "other", "question": task["question"].upper().replace(" ", "  ")}) + "\n")
+    code, output = call("math", "--train", path, "--out", tmp_path)
+    assert code == 1 and "other" in output and task["id"] in output
+
+
+def test_a_corrupt_model_folder(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "embedded" / "model", folder)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200_000])
+    code, output = call("math", "--model", folder, "--out", tmp_path)
+    assert code == 1 and str(folder) in output and "Traceback" not in output
+
+
+def test_no_disk_space(monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50 << 20))
+    with pytest.raises(UsageError, match="50 MiB free.*--out"):
+        check_disk(Config("math", model=str(ROOT / "embedded" / "model"), out=str(tmp_path / "new" / "folder")))
+
+
+def test_a_cut_checkpoint_is_named(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "whole")
+    folder = tmp_path / "whole"
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"complete": False}))
+    weights = folder / "weights/step_000002/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    code, output = call("math", *SMALL, "--out", tmp_path, "--name", "whole")
+    assert code == 1 and "model.safetensors" in output and "Traceback" not in output
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_prompt_twice_before_all_once():
+    """Through batches, phases and epochs; and the order drawn in one go equals the order drawn in pieces."""
+    tasks = MathEnv.load(DATA / "train.jsonl")[:30]
+    whole = sample_tasks(tasks, 5, 0, 90)
+    pieces = [task for start, n in ((0, 7), (7, 7), (14, 50), (64, 26)) for task in sample_tasks(tasks, 5, start, n)]
+    assert whole == pieces
+    for epoch in range(3):
+        assert len({task.id for task in whole[30 * epoch:30 * epoch + 30]}) == 30
+    assert whole[:30] != whole[30:60] != sample_tasks(tasks, 6, 0, 30)
+
+
+def test_the_engine_must_serve_the_trained_weights(tmp_path, monkeypatch):
+    """A load that does nothing is caught by the checksum, before a rollout is sampled from stale weights."""
+    import torch
+
+    cfg = Config("math", preset="tiny", model=str(ROOT / "embedded" / "model"), max_len=512, out=str(tmp_path), tool_s=2.0,
+                 tool_mb=256, harness_s=2.0, harness_mb=256, autocast_bf16=False)
+    run = Run(cfg)
+    with run.sandbox, torch.no_grad():
+        next(run.trainer.model.parameters()).add_(1.0)
+        run.trainer.version += 1
+        run.serve_weights()
+        next(run.trainer.model.parameters()).add_(1.0)
+        run.trainer.version += 1
+        monkeypatch.setattr(run.engine, "load_weights", lambda named, version: None)
+        with pytest.raises(RuntimeError, match="does not serve"):
+            run.serve_weights()
+
+
+def test_eval_command(tmp_path):
+    result = call_json("eval", "math", "--harness", ROOT / "harnesses/h0_math.py", "--model", ROOT / "embedded/model",
+                       "--test", f"{DATA}/test.jsonl[:6]", "--n", "2", "--out", tmp_path)
+    assert result["exit"] == 0 and result["n_tasks"] == 6 and result["n_ok"] == 12 and 0 <= result["mean"] <= 1
+    assert len(Path(result["traces"]).read_text().splitlines()) == 12 and result["n_infra"] == 0
+
+
+def test_check_harness_command(tmp_path):
+    good = call_json("check-harness", "math", ROOT / "harnesses/h0_math.py")
+    assert good["exit"] == 0 and good["passed"] and all(probe["passed"] for probe in good["probes"])
+    bad = tmp_path / "bad.py"
+    bad.write_text((ROOT / "harnesses/h0_math.py").read_text().replace("from harness_api", "import os\nfrom harness_api"))
+    refused = call_json("check-harness", "math", bad)
+    assert refused["exit"] == 1 and not refused["passed"] and any("os" in probe["why"] for probe in refused["probes"])
+
+
+def test_sandbox_command(tmp_path):
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text("print(6 * 7)")
+    result = call_json("sandbox", snippet)
+    assert result["status"] == "ok" and result["output"] == "42\n" and "seccomp" in result["layers"]["on"]
+    snippet.write_text("while True: pass")
+    assert call_json("sandbox", snippet, "--seconds", "0.5")["status"] == "killed"
+
+
+def test_verify_command(tmp_path):
+    reply = tmp_path / "reply.txt"
+    reply.write_text("so it is \\boxed{042}")
+    assert call_json("verify", "math", "--reply-file", reply, "--reference", "42")["reward"] == 1
+    cases = tmp_path / "cases.jsonl"
+    cases.write_text(json.dumps({"id": "a", "reply": "\\boxed{1}", "reference": "2", "expected": 1}) + "\n")
+    result = call_json("verify", "math", "--cases", cases)
+    assert result["n"] == 1 and result["as_expected"] == 0 and result["misses"][0]["id"] == "a" and result["exit"] == 1
+
+
+@pytest.mark.parametrize("word", ["", "nonsense", "mathx"])
+def test_run_sh_names_the_right_words(word):
+    done = subprocess.run(["bash", str(ROOT / "run.sh"), *([word] if word else [])], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 2 and "math" in done.stderr and "test" in done.stderr
+
+
+def test_python_too_old(tmp_path):
+    """A PATH whose only python is 3.9 is refused with the version wanted and the one found."""
+    fake = tmp_path / "python3"
+    fake.write_text('#!/bin/sh\n[ "$1" = "--version" ] && echo "Python 3.9.2" && exit 0\nexit 1\n')
+    fake.chmod(0o755)
+    for tool in ("bash", "dirname", "cmp"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = subprocess.run([str(tmp_path / "bash"), str(ROOT / "run.sh"), "math"], capture_output=True, text=True,
+                          env={"PATH": str(tmp_path)})
+    assert done.returncode == 1 and "3.11" in done.stderr and "3.9.2" in done.stderr
