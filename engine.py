@@ -29,6 +29,10 @@ from transformers.utils.logging import disable_progress_bar
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 
 
+ADMIT_EVERY = 8         # steps between prefills while more than half of the rows run
+PREFILL_TOK = 8192      # padded tokens a prefill pass
+
+
 class ModelError(ValueError):
     """The model folder is missing, broken, or of a kind that this engine cannot serve; the message says what to do."""
 
@@ -227,7 +231,9 @@ class TransformersEngine:
     def step(self) -> list[Completion]:
         """Admits waiting requests to free rows, samples one token for every running row, returns what has finished."""
         self.n_steps += 1
-        finished = self._admit()
+        # prefill is dearest for few rows at a time, so arrivals are gathered for some steps while enough rows run
+        gather = len(self.running) > self.n_rows // 2 and self.n_steps % ADMIT_EVERY
+        finished = [] if gather else self._admit()
         if self.running:
             rows = sorted(self.running)
             in_place = len(rows) >= 0.6 * (rows[-1] + 1)          # idle rows between cost less than a gather
@@ -257,6 +263,12 @@ class TransformersEngine:
             own[name].copy_(tensor)
         self.version = version
         self._forget()
+
+    def release(self, id: Hashable) -> None:
+        """No prompt will extend this finished request any more: its row is free."""
+        if request := self.kept.pop(id, None):
+            self.lengths[request.row] = 0
+            self.free.append(request.row)
 
     def checksum(self) -> str:
         return weights_checksum(untied_weights(self.model).items())
@@ -319,10 +331,24 @@ class TransformersEngine:
                 extended.append(request)
             else:
                 fresh.setdefault(tuple(request.prompt_ids), []).append(request)
-        for group in (fresh_batches(list(fresh.values())), [[[r] for r in extended]] if extended else []):
-            for batch in group:
+        for groups in (list(fresh.values()), [[request] for request in extended]):
+            for batch in self._split_by_length(groups):
                 finished += self._prefill(batch)
         return finished
+
+    def _split_by_length(self, groups: list[list[Request]]) -> Iterator[list[list[Request]]]:
+        """Batches of prompts of which similar lengths are still to compute, of at most PREFILL_TOK padded tokens."""
+        def left(group: list[Request]) -> int:
+            return len(group[0].prompt_ids) - self.lengths[group[0].row]
+
+        batch: list[list[Request]] = []
+        for group in sorted(groups, key=left):
+            if batch and (left(group) * (len(batch) + 1) > PREFILL_TOK or left(group) > 1.5 * left(batch[0]) + 8):
+                yield batch
+                batch = []
+            batch.append(group)
+        if batch:
+            yield batch
 
     def _prefill(self, groups: list[list[Request]]) -> list[Completion]:
         """Computes one prompt a group (from where its row stands) and samples a first token for all of the group."""
@@ -398,17 +424,6 @@ class TransformersEngine:
         longest = max(map(len, request.params.stop))
         tail = self.tokenizer.decode(request.completion[-longest - 4:])
         return any(stop in tail for stop in request.params.stop)
-
-
-def fresh_batches(groups: list[list[Request]], max_tok: int = 8192) -> list[list[list[Request]]]:
-    """Splits prompts into batches of similar length and at most max_tok padded tokens."""
-    batches: list[list[list[Request]]] = []
-    for group in sorted(groups, key=lambda g: len(g[0].prompt_ids)):
-        if batches and len(group[0].prompt_ids) * (len(batches[-1]) + 1) <= max_tok:
-            batches[-1].append(group)
-        else:
-            batches.append([group])
-    return batches
 
 
 def sample_tokens(logits: torch.Tensor, draws: torch.Tensor, temperature: float, top_k: int, top_p: float):

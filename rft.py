@@ -139,9 +139,9 @@ class Trainer:
 
     def sum_token_losses(self, micro_batch: list["Sequence"]) -> torch.Tensor:
         """-sum of log p_theta over the supervised tokens of the micro-batch; scalar, fp32."""
-        ids, padding_mask, loss_mask = (t.to(self.device) for t in pad_right(micro_batch))  # each (B, T)
+        ids, loss_mask = (t.to(self.device) for t in pad_right(micro_batch))  # each (B, T)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.autocast_bf16):
-            hidden = self._hidden(ids, padding_mask)  # (B, T, D)
+            hidden = self._hidden(ids)  # (B, T, D)
             # position t predicts token t + 1; only positions before a supervised token go through the head
             hidden = hidden[:, :-1][loss_mask[:, 1:]]  # (N, D)
             targets = ids[:, 1:][loss_mask[:, 1:]]  # (N,)
@@ -150,8 +150,10 @@ class Trainer:
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             return torch.stack([checkpoint(self._sum_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
 
-    def _hidden(self, ids: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self.model.get_decoder()(input_ids=ids, attention_mask=padding_mask, use_cache=False).last_hidden_state
+    def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        # No padding mask: every layer looks left only, so pads on the right change nothing (a test proves it for each
+        # architecture), and without a mask attention takes its fast path.
+        return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
 
     def _sum_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self._logits(hidden), targets, reduction="sum")
@@ -253,21 +255,18 @@ def split_by_length(sequences: list["Sequence"], micro_tok: int) -> list[list["S
     return micro_batches
 
 
-def pad_right(sequences: list["Sequence"]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, padding_mask, loss_mask), each (B, T).
+def pad_right(sequences: list["Sequence"]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, loss_mask), each (B, T). loss_mask is True on the tokens that the model sampled, never on padding.
 
-    padding_mask is 1 on every real token, whatever its id: pad may be a stop token that the model said. loss_mask is
-    True on tokens that the model sampled. Nothing looks right, so a row's hidden states are those of the row alone.
+    It comes from the sequences, not from ids: the pad id may be a stop token that the model said.
     """
     n_rows, n_cols = len(sequences), max(len(s.ids) for s in sequences)
     ids = torch.zeros(n_rows, n_cols, dtype=torch.long)
-    padding_mask = torch.zeros(n_rows, n_cols, dtype=torch.long)
     loss_mask = torch.zeros(n_rows, n_cols, dtype=torch.bool)
     for row, s in enumerate(sequences):
         ids[row, : len(s.ids)] = torch.tensor(s.ids)
-        padding_mask[row, : len(s.ids)] = 1
         loss_mask[row, : len(s.ids)] = torch.tensor(s.mask)
-    return ids, padding_mask, loss_mask
+    return ids, loss_mask
 
 
 def read_checkpoint_record(folder: Path) -> dict:

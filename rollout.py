@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
 from envs import Task
-from sandbox import Event, Limits, Programs, Sandbox
+from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
@@ -264,6 +264,8 @@ class Batch:
         self.tick = 0
         self.program_due: dict[int, list[int]] = defaultdict(list)      # tick -> programs whose request is taken then
         self.tool_due: dict[int, list[int]] = defaultdict(list)         # tick -> programs whose tool result is
+        self.tool_jobs: dict[str, int] = {}                             # code -> the sandbox's job that runs it
+        self.tool_results: dict[str, ToolResult] = {}
         todo = deque(enumerate(wanted))
         with closing(Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)) as self.programs:
             while todo or self.live:
@@ -302,7 +304,10 @@ class Batch:
             self._end(program, "ok", f"limit of {MAX_TOOL_CALLS} tool calls")
         else:
             live.request = event.request
-            self.sandbox.python_start(program, event.request["code"], self.cfg.tool_limits)
+            code = event.request["code"]
+            if code not in self.tool_jobs:          # the tool is stateless: the samples of a task share equal snippets
+                self.tool_jobs[code] = program
+                self.sandbox.python_start(program, code, self.cfg.tool_limits)
             self.tool_due[self.tick + TOOL_STEPS].append(program)
 
     def _submit(self, program: int, live: Live, request: dict) -> None:
@@ -338,7 +343,10 @@ class Batch:
         self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content), "finish": completion.finish})
 
     def _take_tool_result(self, program: int) -> None:
-        result = self.sandbox.python_wait(program)
+        code = self.live[program].request["code"]
+        if code not in self.tool_results:
+            self.tool_results[code] = self.sandbox.python_wait(self.tool_jobs[code])
+        result = self.tool_results[code]
         if result.status == "infra":
             return self._end(program, "infra", result.output)
         self._resume(program, {"output": result.output.rstrip("\n"), "ok": result.status == "ok"})
@@ -347,6 +355,7 @@ class Batch:
         """Grades the last thing the model said; what the harness returned is not looked at."""
         live = self.live.pop(program)
         trace = live.trace
+        self.engine.release((program, len(trace.calls) - 1))
         trace.status, trace.end = status, why
         replies = [event["result"]["content"] for event in trace.events if event["request"]["type"] == "generate"]
         if status == "ok":

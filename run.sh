@@ -33,7 +33,7 @@ if ! cmp -s "$root/requirements.txt" "$stamp"; then
 fi
 
 export TOKENIZERS_PARALLELISM=false
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}          # idle torch threads sleep: sandbox processes use the same cores
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sleep: the sandbox uses the same cores
 case $word in
   test) cd "$root" && exec "$root/.venv/bin/python" -m pytest "$@" ;;
   *) exec "$root/.venv/bin/python" "$root/cli.py" "$word" "$@" ;;

@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -30,7 +31,7 @@ import sched
 from engine import TransformersEngine, weights_checksum
 from envs import ENVS, Task, check_disjoint
 from harness_search import (
-    Candidate, ForbiddenText, Outcome, Search, bootstrap_ci, propose_by_rules, write_atomically)
+    Candidate, ForbiddenText, Outcome, Search, bootstrap_ci, propose_by_rules, sha256, write_atomically)
 from rft import StepStats, TrainConfig, Trainer
 from rollout import RolloutConfig, Trace, derive_seed
 from rundir import RunDir, UsageError
@@ -110,9 +111,9 @@ class Config:
 PRESETS = {
     "paper": {},                            # the table of the paper, for math
     "tiny": dict(
-        model=str(ROOT / "embedded" / "model"), epochs=0.2, iterations=3, prompt_batch=32, max_assistant_tok=160,
+        model=str(ROOT / "embedded" / "model"), epochs=0.1, iterations=3, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=8192, autocast_bf16=False),
+        micro_tok=4096, autocast_bf16=False),
 }
 CHOICES = {"domain": ("math",), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
@@ -127,8 +128,7 @@ def train_whale(run: "Run") -> None:
     """The paper's algorithm: alternate the two phases until the budget is spent, evaluate after each."""
     cfg, state = run.cfg, run.state
     run.evaluate("base")                                                        # mean@8 of (theta_0, h_0)
-    for phase in sched.phases(cfg.method, run.fixed_schedule(), run.adaptive_schedule(), cfg.stagewise_phases,
-                              start=state.phase):
+    for phase in run.phases():                                                  # sched.py: weight, harness, weight ...
         if run.is_spent(phase):
             break
         run.begin_phase(phase)
@@ -171,6 +171,7 @@ class Run:
         self.cfg = cfg
         self.env, splits = load_splits(cfg)
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
+        self.budget()                                                           # refuses a schedule of no steps
         check_disk(cfg)
         self.dir = RunDir(cfg.run_dir, identity={
             "config": {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME},
@@ -208,20 +209,25 @@ class Run:
 
     # -- schedule --
 
-    def fixed_schedule(self) -> tuple[int, int]:
-        """(E in weight steps, I)."""
-        return sched.steps(self.cfg.epochs, len(self.train), self.cfg.prompt_batch), self.cfg.iterations
+    def n_steps(self, flag: str, epochs: float) -> int:
+        try:
+            return sched.steps(epochs, len(self.train), self.cfg.prompt_batch)
+        except ValueError as error:
+            raise UsageError(f"{flag}: {error}") from None
 
-    def adaptive_schedule(self) -> tuple[int, int, int, int]:
+    def phases(self) -> Iterator[sched.Phase]:
         cfg = self.cfg
-        return (sched.steps(cfg.patience_epochs, len(self.train), cfg.prompt_batch), cfg.patience_iterations,
-                cfg.min_iterations, cfg.max_iterations)
+        fixed = (self.n_steps("--epochs", cfg.epochs), cfg.iterations)
+        window = self.n_steps("--patience-epochs", cfg.patience_epochs) if cfg.method == "adaptive" else 1
+        return sched.phases(cfg.method, fixed, (window, cfg.patience_iterations, cfg.min_iterations, cfg.max_iterations),
+                            cfg.stagewise_phases, start=self.state.phase)
 
     def budget(self) -> int:
         """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
-        cfg, (n_steps, n_iterations) = self.cfg, self.fixed_schedule()
-        return cfg.rollouts or sched.planned_rollouts(n_steps, cfg.prompt_batch, cfg.group_size, n_iterations,
-                                                      cfg.candidates, len(self.harness_tasks), cfg.cycles)
+        cfg = self.cfg
+        return cfg.rollouts or sched.planned_rollouts(
+            self.n_steps("--epochs", cfg.epochs), cfg.prompt_batch, cfg.group_size, cfg.iterations, cfg.candidates,
+            len(self.harness_tasks), cfg.cycles)
 
     def is_spent(self, phase: sched.Phase) -> bool:
         """WHALE runs its cycles; with --rollouts, and for all other methods, the budget decides."""
@@ -309,7 +315,8 @@ class Run:
                 measured_s += score.seconds
             said = f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]" if score else \
                 f"refused: {outcome.refused}"
-            numbers = {key: value for key, value in asdict(score).items() if key not in ("seconds", "key")} if score else {}
+            numbers = asdict(score) if score else {}
+            numbers = {key: value for key, value in numbers.items() if key not in ("seconds", "key")}
             self.dir.log("candidate", f"{candidate.name} {said}  {candidate.hypothesis}", cycle=phase.cycle,
                          candidate=candidate.name, parent=candidate.parent, hypothesis=candidate.hypothesis,
                          mechanisms=list(candidate.mechanisms), refused=outcome.refused, **numbers)
@@ -338,6 +345,12 @@ class Run:
         state, n = self.state, self.cfg.n_eval
         if label in {row["label"] for row in state.evals}:
             return
+        what = {"harness_sha": sha256(self.harness.source), "version": self.trainer.version}
+        if state.evals and {key: state.evals[-1][key] for key in what} == what:     # the same rollouts once more
+            state.evals.append({**state.evals[-1], "label": label, "training_rollouts": self.dir.training_rollouts()})
+            mean = state.evals[-1]["mean"]
+            return self.dir.log("eval", f"test mean@{n} {mean:.3f} {label}: same weights and harness as before", **what,
+                                label=label, mean=mean, training_rollouts=self.dir.training_rollouts(), repeated=True)
         traces = self.roll_out("eval", self.test, n, 0)
         means = task_means(traces, n)
         mean, ci95 = sum(means) / len(means), bootstrap_ci(means, derive_seed(self.cfg.seed, "bootstrap"))
@@ -349,7 +362,7 @@ class Run:
             json.dumps(trace.to_json(with_ids=True) if trace.sample == 0 else      # in full once a task, for reading
                        {key: trace.to_json()[key] for key in ("task_id", "sample", "reward", "failure", "end", "n_tok")})
             + "\n" for trace in traces))
-        state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step,
+        state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step, **what,
                             "training_rollouts": self.dir.training_rollouts()})
         self.dir.log("eval", f"test mean@{n} {mean:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}] {label}; "
                      + ", ".join(f"{word} {count}" for word, count in failures.most_common(5)),

@@ -155,7 +155,7 @@ CHEATS = {
     "shared constant as a channel": ("lint", harness("PYTHON['function']['name'] = 'x'\n" + ASK)),
     "private attribute of a module": ("lint", harness("x = re._cache\n" + ASK)),
     "branch on the question": ("lint", harness(f"if 'apples' in task['question']:\n    return\n{ASK}")),
-    "branch on an alias": ("lint", harness(f"q = task.get('question').lower()\nif re.search('b', q):\n    return\n{ASK}")),
+    "branch on an alias": ("lint", harness(f"q = task.get('question').lower()\nif re.match('b', q):\n  return\n{ASK}")),
     "look-up by the question": ("lint", harness(f"hint = {{}}.get(task['question'])\n{ASK}")),
     "choice by comparison": ("lint", harness(f"n = ('a', 'b')[task['question'] > 'm']\n{ASK}")),
     # literals
@@ -169,7 +169,7 @@ CHEATS = {
     "answers in hex": ("literals", harness(ASK, top=f"A = '{TABLE.encode().hex()}'")),
     "answers as character codes": ("literals", harness(ASK, top=f"A = {list(TABLE.encode())}")),
     "a question": ("literals", harness(ASK, top=f"Q = {QUESTION!r}")),
-    "half a question, in other case": ("literals", harness(ASK, top=f"Q = {' '.join(QUESTION.upper().split()[:13])!r}")),
+    "half a question": ("literals", harness(ASK, top=f"Q = {' '.join(QUESTION.upper().split()[:13])!r}")),
     "a question in rot13": ("literals", harness(ASK, top=f"Q = {codecs.encode(QUESTION, 'rot13')!r}")),
     "a question in a prompt": ("literals", harness(ASK, user=repr(QUESTION + " {question}"))),
     "a data set": ("literals", harness(ASK, top="NOTE = 'these are GSM8K problems'")),
@@ -186,7 +186,7 @@ def test_cheats_are_refused(name, engine, sandbox):
     assert probes[-1].why and all(probe.passed for probe in probes[:-1])
 
 
-SUMS = [Task(f"sum-{a}", {"question": f"What is {a} plus {a * 7 + 300}?"}, str(8 * a + 300), "s") for a in range(41, 49)]
+SUMS = [Task(f"sum-{a}", {"question": f"What is {a} plus {a * 7 + 300}?"}, f"{8 * a + 300}", "") for a in range(41, 49)]
 SOLVE = "total = sum(map(int, re.findall('[0-9]+', task['question'])))\n"
 SOLVERS = {
     "null model: echo": SOLVE + "yield generate(chat('', f'{task[\"question\"]} Say \\\\boxed{{{total}}}.'))",
@@ -224,7 +224,7 @@ def test_a_lax_verifier_is_found(phrase, probe, engine, sandbox):
     ("yield {'type': 'search', 'query': 'x'}", "error: "),
 ])
 def test_failing_on_the_first_tasks_is_refused(body, why, engine, sandbox, monkeypatch):
-    monkeypatch.setattr(hs, "null_models", lambda env, tasks: iter(()))          # they meet the same error, and cost time
+    monkeypatch.setattr(hs, "null_models", lambda env, tasks: iter(()))      # they meet the same error
     quick = replace(CFG, harness_limits=replace(CFG.harness_limits, seconds=0.2))
     probes = hs.check_harness(harness(body), MathEnv(), engine, sandbox, TASKS, FORBIDDEN, quick, (0,))
     assert (probes[-1].name, probes[-1].passed) == ("first tasks", False) and probes[-1].why.startswith(why)
@@ -371,7 +371,8 @@ def test_killed_and_resumed_is_the_same_search(fraction, finished, tmp_path, eng
         return hs.propose_by_rules(request)
 
     with pytest.raises(Killed):
-        search = make_search(tmp_path, MortalEngine(engine, int(fraction * n_steps)), sandbox, proposer=proposer, **SMALL)
+        mortal = MortalEngine(engine, int(fraction * n_steps))
+        search = make_search(tmp_path, mortal, sandbox, proposer=proposer, **SMALL)
         for _ in range(3):
             search.iterate()
     assert not (tmp_path / "accepted.txt").exists()
@@ -598,8 +599,8 @@ def test_rules_do_not_depend_on_the_hash_seed(tmp_path):
     code = ("import sys; sys.path[:0] = ['.', 'tests']; from pathlib import Path; import test_harness_search as t\n"
             "print([candidate for round in t.simulate(Path(sys.argv[1]), 8, seed=5) for candidate in round])")
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "other")], cwd=ROOT, capture_output=True, text=True,
-                          check=True, env={**os.environ, "PYTHONHASHSEED": other})
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "other")], cwd=ROOT, capture_output=True,
+                          text=True, check=True, env={**os.environ, "PYTHONHASHSEED": other})
     ours = [candidate for candidates in simulate(tmp_path / "ours", 8, seed=5) for candidate in candidates]
     assert done.stdout == f"{ours}\n" and len(ours) == 24
 
@@ -612,8 +613,8 @@ def talk(has: frozenset[str], replies: list[str], engine, sandbox) -> tuple[str,
         prompts.append(prompt)
         return left.pop(0)
 
-    [trace] = run(hs.ScriptedEngine(engine.tokenizer, model), MathEnv(), sandbox, hs.render_math(has, "x"), TASKS[:1], 1,
-                  (0,), replace(CFG, max_assistant_tok=10_000))
+    scripted, cfg = hs.ScriptedEngine(engine.tokenizer, model), replace(CFG, max_assistant_tok=10_000)
+    [trace] = run(scripted, MathEnv(), sandbox, hs.render_math(has, "x"), TASKS[:1], 1, (0,), cfg)
     assert trace.status == "ok"
     return prompts[-1], left
 
@@ -633,9 +634,9 @@ BOX = "\\boxed{42}"
     ("ask_for_box", ["It is 42.", "Yes, 42."], "If you are not done"),                  # once only
     ("explain_error", [FAILING, CALL, BOX], "The code failed."),
     ("careful_reminder", [CALL, BOX], "</tool_response><|im_end|>\n<|im_start|>user\nIf more steps are needed"),
-    ("careful_reminder_in_output", [CALL, BOX], "42\n\n\nIf more steps are needed"),
+    ("careful_reminder_in_output", [CALL, BOX], "42\n\nIf more steps are needed"),
     ("blunt_reminder", [CALL, BOX], "</tool_response><|im_end|>\n<|im_start|>user\nNow give the final answer"),
-    ("blunt_reminder_in_output", [CALL, BOX], "42\n\n\nNow give the final answer"),
+    ("blunt_reminder_in_output", [CALL, BOX], "42\n\nNow give the final answer"),
     ("system_tool", [BOX], "system\nAlways use the python tool"),
     ("checklist", [BOX], "\n- Use the python tool for every calculation.\n- Put your final answer in"),
     ("steps", [BOX], "\n\nWork step by step, one tool call for each step. Put your final answer in"),
@@ -652,7 +653,7 @@ def test_each_mechanism_does_what_it_says(mechanism, replies, says, engine, sand
 
 
 def test_reminder_and_error_take_turns(engine, sandbox):
-    for reminder, after in (("careful_reminder", "user\nIf more"), ("blunt_reminder_in_output", "42\n\n\nNow give")):
+    for reminder, after in (("careful_reminder", "user\nIf more"), ("blunt_reminder_in_output", "42\n\nNow give")):
         has = hs.add_mechanisms(frozenset(), [reminder, "explain_error"], KNOWN)
         prompt, _ = talk(has, [FAILING, CALL, BOX], engine, sandbox)
         assert prompt.count("The code failed.") == 1 and prompt.count(after) == 1

@@ -220,9 +220,8 @@ def test_only_sampled_tokens_carry_loss(folder):
 
 def test_masks_come_from_lengths_not_from_ids():
     a, b = Row((0, 3, 0, 0), (False, False, True, True)), Row((0, 0), (False, True))
-    ids, padding_mask, loss_mask = pad_right([a, b])
+    ids, loss_mask = pad_right([a, b])
     assert ids.tolist() == [[0, 3, 0, 0], [0, 0, 0, 0]]
-    assert padding_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert loss_mask.tolist() == [[False, False, True, True], [False, True, False, False]]
 
 
@@ -230,8 +229,8 @@ def test_a_row_alone_is_the_row_in_its_batch(any_folder):
     trainer = Trainer(any_folder, CFG, "cpu")
     sequences = [s for s in flat(batch(seed=2)) if len(s.ids) > 1]
     assert max(len(s.ids) for s in sequences) > 4 * min(len(s.ids) for s in sequences)  # much padding
-    ids, padding_mask, _ = pad_right(sequences)
-    together = trainer._hidden(ids, padding_mask)
+    ids, _ = pad_right(sequences)
+    together = trainer._hidden(ids)
     assert torch.isfinite(together).all()
     for i, s in enumerate(sequences):
         alone = trainer._hidden(torch.tensor([s.ids]))[0]

@@ -23,11 +23,10 @@ SMALL = ["--cycles", "1", "--epochs", "0.05", "--prompt-batch", "16", "--iterati
          "--train", f"{DATA}/train.jsonl[:640]", "--harness-set", f"{DATA}/harness.jsonl[:24]",
          "--test", f"{DATA}/test.jsonl[:24]", "--seed", "3"]             # 2 weight steps, 2 iterations
 TIMES = re.compile(r"time|second|_s$|per_s|tok_s|wall|mem|rss|pid|name|^ts$|eta")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def start(*args, **kwargs) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *map(str, args)], text=True, env=ENVIRONMENT,
+    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *map(str, args)], text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **kwargs)
 
 
@@ -162,6 +161,7 @@ def test_nothing_to_learn_from_stops_with_a_reason(tmp_path):
     (["math", "--seed", "x"], "--seed"),
     (["math", "--method", "magic"], "whale"),
     (["math", "--cycles", "0"], "--cycles"),
+    (["math", "--epochs", "0.001"], "--epochs"),
     (["maths"], "maths"),
     (["eval", "biology", "--harness", "x"], "biology"),
     (["math", "--model", "no/such/model/here"], "--model"),
