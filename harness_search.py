@@ -520,6 +520,9 @@ class ScriptedEngine:
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         self.done.append(Completion(id, ids[:params.max_tokens], finish))
 
+    def release(self, id: object) -> None:
+        """Nothing is kept."""
+
     @property
     def idle(self) -> bool:
         return not self.done

@@ -459,7 +459,7 @@ def train_model(tokenizer, taken: set[str], n_steps: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--show", type=int, default=0, help="print so many demonstrations and stop")
     args = parser.parse_args()
     from tokenizers import Tokenizer, models

@@ -111,7 +111,7 @@ class Config:
 PRESETS = {
     "paper": {},                            # the table of the paper, for math
     "tiny": dict(
-        model=str(ROOT / "embedded" / "model"), epochs=0.1, iterations=3, prompt_batch=32, max_assistant_tok=160,
+        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
         micro_tok=4096, autocast_bf16=False),
 }

@@ -48,6 +48,9 @@ class Scripted:
     def reset(self):
         self.queue.clear()
 
+    def release(self, id):
+        pass
+
     @property
     def idle(self):
         return not self.queue
