@@ -20,12 +20,14 @@ from pathlib import Path
 import rollout
 from engine import ModelError, TransformersEngine
 from envs import ENVS, DataError, Task, verify_cases
-from harness_search import ForbiddenText, SearchError, bootstrap_ci, check_harness
+from gates import ForbiddenText, check_harness
+from harness_search import SearchError, bootstrap_ci
+from jail import LAYERS
 from rft import CheckpointError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
-from whale import CHOICES, PRESETS, Config, Run, load_splits, rollout_config, task_means, train_whale
+from whale import CHOICES, PRESETS, Config, Run, load_splits, rollout_config, task_means, train_config, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -58,7 +60,18 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
+    check_layers(cfg.waived_layers)
+    try:
+        rollout_config(cfg)
+        train_config(cfg)
+    except ValueError as error:
+        raise UsageError(f"settings: {error}") from None
     return cfg
+
+
+def check_layers(waived: tuple[str, ...]) -> None:
+    if unknown := set(waived) - set(LAYERS):
+        raise UsageError(f"--waive {','.join(sorted(unknown))}: the layers are {', '.join(LAYERS)}")
 
 
 def command_run(args: argparse.Namespace) -> int:
@@ -123,7 +136,13 @@ def command_check_harness(args: argparse.Namespace) -> int:
 
 def command_sandbox(args: argparse.Namespace) -> int:
     read_file(args.file)
-    show(args, run_snippet(Path(args.file), Limits(args.seconds, args.mb), tuple(filter(None, args.waive.split(",")))))
+    waived = tuple(filter(None, args.waive.split(",")))
+    check_layers(waived)
+    try:
+        limits = Limits(args.seconds, args.mb)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    show(args, run_snippet(args.file, limits, waived))
     return 0
 
 

@@ -26,7 +26,7 @@ done
 # .venv, once for each state of requirements.txt; the stamp is written last
 stamp=$root/.venv/requirements.installed
 if ! cmp -s "$root/requirements.txt" "$stamp"; then
-  echo "setting up $root/.venv (once)"
+  echo "setting up $root/.venv (once, one to three minutes: torch is large)"
   "$python" -m venv --clear "$root/.venv"
   "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt"
   cp "$root/requirements.txt" "$stamp"

@@ -30,8 +30,9 @@ import rollout
 import sched
 from engine import TransformersEngine, weights_checksum
 from envs import ENVS, Task, check_disjoint
-from harness_search import (
-    Candidate, ForbiddenText, Outcome, Search, bootstrap_ci, propose_by_rules, sha256, write_atomically)
+from gates import ForbiddenText
+from harness_search import Candidate, Outcome, Search, bootstrap_ci, sha256, write_atomically
+from proposers import propose_by_rules
 from rft import StepStats, TrainConfig, Trainer
 from rollout import RolloutConfig, Trace, derive_seed
 from rundir import RunDir, UsageError
@@ -193,8 +194,7 @@ class Run:
         self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
         if self.engine.tokenizer.chat_template is None:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
-        self.trainer = Trainer(cfg.model, TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)}),
-                               cfg.device)
+        self.trainer = Trainer(cfg.model, train_config(cfg), cfg.device)
         self.rollout_cfg = rollout_config(cfg)
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
         self.harness = Candidate("h0", "", "the starting point", (), self.env.h0.read_text(), 0)
@@ -397,6 +397,10 @@ class Run:
 def task_means(traces: list[Trace], n: int) -> list[float]:
     """Traces in the order of (task, sample), n samples a task -> the mean reward of each task."""
     return [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
+
+
+def train_config(cfg: Config) -> TrainConfig:
+    return TrainConfig(**{knob.name: getattr(cfg, knob.name) for knob in fields(TrainConfig)})
 
 
 def rollout_config(cfg: Config) -> RolloutConfig:

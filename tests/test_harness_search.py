@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import gates
 import harness_search as hs
 import nano
+import proposers
 from engine import TransformersEngine
 from envs import MathEnv, Task
-from harness_search import Candidate, ForbiddenText, Outcome, ProposalRequest, Score, Search, SearchError
+from gates import ForbiddenText
+from harness_search import Candidate, Outcome, ProposalRequest, Score, Search, SearchError
 from rollout import RolloutConfig, run
 from sandbox import Sandbox
 
@@ -73,12 +76,12 @@ def make_search(folder, engine, sandbox, **changes) -> Search:
     arguments = dict(
         folder=folder, engine=engine, env=MathEnv(), sandbox=sandbox, tasks=TASKS, forbidden=FORBIDDEN,
         incumbent=Candidate("h7", "h2", "from the cycle before", (), H0, 3), seed=(0, "harness", 1), rollout_cfg=CFG,
-        n_candidates=3, proposer=hs.propose_by_rules)
+        n_candidates=3, proposer=proposers.propose_by_rules)
     return Search(**{**arguments, **changes})
 
 
-def check(source, engine, sandbox, env=None, tasks=TASKS, forbidden=FORBIDDEN) -> list[hs.Probe]:
-    return hs.check_harness(source, env or MathEnv(), engine, sandbox, tasks, forbidden, CFG, (0, "check"))
+def check(source, engine, sandbox, env=None, tasks=TASKS, forbidden=FORBIDDEN) -> list[gates.Probe]:
+    return gates.check_harness(source, env or MathEnv(), engine, sandbox, tasks, forbidden, CFG, (0, "check"))
 
 
 def harness(body: str, top: str = "", user: str = '"{question}"') -> str:
@@ -134,7 +137,7 @@ TABLE = " ".join(ANSWERS)
 QUESTION = OTHERS[5].fields["question"]
 CHEATS = {
     # contract
-    "too long": ("contract", H0 + "#" * hs.MAX_SOURCE_BYTES),
+    "too long": ("contract", H0 + "#" * gates.MAX_SOURCE_BYTES),
     "no Python": ("contract", "def run(task:\n"),
     "a NUL": ("contract", H0 + "\0"),
     "too deep": ("contract", H0 + "x = " + "-" * 15000 + "1\n"),
@@ -224,18 +227,18 @@ def test_a_lax_verifier_is_found(phrase, probe, engine, sandbox):
     ("yield {'type': 'search', 'query': 'x'}", "error: "),
 ])
 def test_failing_on_the_first_tasks_is_refused(body, why, engine, sandbox, monkeypatch):
-    monkeypatch.setattr(hs, "null_models", lambda env, tasks: iter(()))      # they meet the same error
+    monkeypatch.setattr(gates, "null_models", lambda env, tasks: iter(()))      # they meet the same error
     quick = replace(CFG, harness_limits=replace(CFG.harness_limits, seconds=0.2))
-    probes = hs.check_harness(harness(body), MathEnv(), engine, sandbox, TASKS, FORBIDDEN, quick, (0,))
+    probes = gates.check_harness(harness(body), MathEnv(), engine, sandbox, TASKS, FORBIDDEN, quick, (0,))
     assert (probes[-1].name, probes[-1].passed) == ("first tasks", False) and probes[-1].why.startswith(why)
 
 
 def test_common_words_of_a_domain_are_no_question():
     shared = "and let m and n be relatively prime positive integers such that the value is m over n"
     forbidden = ForbiddenText([Task(str(i), {"question": f"Take {i} {shared}"}, "1", "x") for i in range(9)])
-    tree, _ = hs.parse_harness(harness(ASK, top=f"NOTE = '{shared}'"))
-    assert hs.find_literals(tree, forbidden) == ""
-    assert "a question" in hs.find_literals(tree, ForbiddenText([Task("0", {"question": shared}, "1", "x")]))
+    tree, _ = gates.parse_harness(harness(ASK, top=f"NOTE = '{shared}'"))
+    assert gates.find_literals(tree, forbidden) == ""
+    assert "a question" in gates.find_literals(tree, ForbiddenText([Task("0", {"question": shared}, "1", "x")]))
 
 
 # ---- scores ---------------------------------------------------------------------------------------------------------
@@ -368,7 +371,7 @@ def test_killed_and_resumed_is_the_same_search(fraction, finished, tmp_path, eng
 
     def proposer(request):
         n_proposals[request.seed] += 1
-        return hs.propose_by_rules(request)
+        return proposers.propose_by_rules(request)
 
     with pytest.raises(Killed):
         mortal = MortalEngine(engine, int(fraction * n_steps))
@@ -422,7 +425,7 @@ def test_canary(tmp_path, engine, sandbox):
         shows_all = harness("yield generate(chat('', repr(task) + repr(sorted(task.items()))))")
         raises = harness("reply = yield generate(chat('', repr(task)))\nraise ValueError(repr(task))")
         sources = [shows_all, raises, H0 + "x = 1\n"]
-        return [replace(c, source=s) for c, s in zip(hs.propose_by_rules(request), sources, strict=True)]
+        return [replace(c, source=s) for c, s in zip(proposers.propose_by_rules(request), sources, strict=True)]
 
     search = make_search(tmp_path, engine, sandbox, tasks=tasks, forbidden=ForbiddenText(tasks), proposer=proposer)
     outcomes = search.iterate() + search.iterate()
@@ -453,7 +456,7 @@ def test_a_proposer_that_raises_stops_the_search_and_marks_nothing(finished, tmp
             search.iterate()
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "iteration_02.json").exists()
-    search.proposer = hs.propose_by_rules
+    search.proposer = proposers.propose_by_rules
     assert [outcome.candidate.name for outcome in search.iterate()] == ["h1", "h2"]
     reference = (finished[0] / "history.jsonl").read_text().splitlines()[:3]
     assert (tmp_path / "history.jsonl").read_text().splitlines() == reference
@@ -499,7 +502,7 @@ def test_a_proposer_that_edits_the_archive_stops_the_search(name, tmp_path, engi
     def proposer(request):
         (request.folder / "notes.txt").write_text("a note of its own is fine")
         (request.folder / name).write_text("{}")
-        return hs.propose_by_rules(request) if "traces" not in name else variants(request, H0)
+        return proposers.propose_by_rules(request) if "traces" not in name else variants(request, H0)
 
     search = make_search(tmp_path, engine, sandbox, proposer=proposer)
     search.iterate()
@@ -523,7 +526,7 @@ def test_a_candidate_changed_after_it_was_proposed_is_refused(tmp_path, engine, 
 
 FAILURES = {"call_limit": 61, "malformed_call": 40, "no_answer_after_tool": 33, "no_tool_wrong_answer": 20,
             "wrong_answer": 30, "token_limit": 12, "solved": 60}
-KNOWN = {mechanism.name: mechanism for mechanism in hs.MATH_MECHANISMS}
+KNOWN = {mechanism.name: mechanism for mechanism in proposers.MATH_MECHANISMS}
 
 
 def write_traces(folder: Path, failures: dict[str, int]) -> None:
@@ -540,7 +543,7 @@ def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source:
     rounds = []
     for iteration in range(2, n_iterations + 2):
         request = ProposalRequest(folder, tuple(history), m, (seed, "propose", iteration), "math")
-        rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(hs.propose_by_rules(request))])
+        rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(proposers.propose_by_rules(request))])
         for candidate in rounds[-1]:
             write_traces(folder / candidate.name, {word: rng.randint(0, 60) for word in FAILURES})
             score = make_score(round(rng.random(), 2), 2.0) if rng.random() < 0.9 else None
@@ -553,14 +556,14 @@ def test_rules_never_repeat_a_program(m, tmp_path):
     rounds = simulate(tmp_path, 16, m=m)
     candidates = [candidate for candidates in rounds for candidate in candidates]
     assert [len(candidates) for candidates in rounds] == [m] * 16
-    assert len({hs.program_of(c.source) for c in candidates} | {hs.program_of(H0)}) == 16 * m + 1
+    assert len({gates.program_of(c.source) for c in candidates} | {gates.program_of(H0)}) == 16 * m + 1
     for candidate in candidates:
-        tree, why = hs.parse_harness(candidate.source)
-        assert (why, hs.lint(tree), hs.find_literals(tree, FORBIDDEN)) == ("", "", "")
+        tree, why = gates.parse_harness(candidate.source)
+        assert (why, gates.lint(tree), gates.find_literals(tree, FORBIDDEN)) == ("", "", "")
         assert set(candidate.mechanisms) <= KNOWN.keys() and "\n" not in candidate.hypothesis
         needed = 2 + sum(KNOWN[name].n_extra_calls for name in candidate.mechanisms)
-        assert f"MAX_CALLS = {hs.n_calls(candidate.mechanisms)}\n" in candidate.source
-        assert hs.n_calls(candidate.mechanisms) >= min(6, needed)
+        assert f"MAX_CALLS = {proposers.n_calls(candidate.mechanisms)}\n" in candidate.source
+        assert proposers.n_calls(candidate.mechanisms) >= min(6, needed)
         for group in ("calls", "reminder"):
             assert sum(KNOWN[name].group == group for name in candidate.mechanisms) <= 1
 
@@ -575,7 +578,7 @@ def test_slots_follow_the_counted_failures(tmp_path):
         cited = {word for name in candidate.mechanisms for word in KNOWN[name].cures.split()}
         total = sum(FAILURES.get(word, 0) for word in cited)
         assert candidate.hypothesis.endswith(f"at most {total // 2} will")
-        assert all(f"{FAILURES[word]} {hs.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
+        assert all(f"{FAILURES[word]} {proposers.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
 
 
 def test_later_rounds_build_on_the_best_and_may_take_away(tmp_path):
@@ -592,7 +595,7 @@ def test_a_foreign_incumbent_is_said_to_be_unknown(tmp_path):
 
 
 def test_rendering_without_mechanisms_is_h0():
-    assert hs.render_math(frozenset(), "x").partition('"""\n\n')[2] == H0.partition('"""\n\n')[2]
+    assert proposers.render_math(frozenset(), "x").partition('"""\n\n')[2] == H0.partition('"""\n\n')[2]
 
 
 def test_rules_do_not_depend_on_the_hash_seed(tmp_path):
@@ -613,8 +616,8 @@ def talk(has: frozenset[str], replies: list[str], engine, sandbox) -> tuple[str,
         prompts.append(prompt)
         return left.pop(0)
 
-    scripted, cfg = hs.ScriptedEngine(engine.tokenizer, model), replace(CFG, max_assistant_tok=10_000)
-    [trace] = run(scripted, MathEnv(), sandbox, hs.render_math(has, "x"), TASKS[:1], 1, (0,), cfg)
+    scripted, cfg = gates.ScriptedEngine(engine.tokenizer, model), replace(CFG, max_assistant_tok=10_000)
+    [trace] = run(scripted, MathEnv(), sandbox, proposers.render_math(has, "x"), TASKS[:1], 1, (0,), cfg)
     assert trace.status == "ok"
     return prompts[-1], left
 
@@ -643,17 +646,17 @@ BOX = "\\boxed{42}"
 ])
 def test_each_mechanism_does_what_it_says(mechanism, replies, says, engine, sandbox):
     """The model's lines are all asked for and no more, and the harness says its own; h0 does neither."""
-    has = hs.add_mechanisms(frozenset(), [mechanism], KNOWN)
+    has = proposers.add_mechanisms(frozenset(), [mechanism], KNOWN)
     prompt, left = talk(has, [*replies, "one too many"], engine, sandbox)
     assert says in prompt and left == ["one too many"]
     h0_prompt, h0_left = talk(frozenset(), [*replies, "one too many"], engine, sandbox)
     assert (says and says not in h0_prompt) or len(h0_left) > 1
-    everything = hs.add_mechanisms(frozenset(), list(KNOWN), KNOWN)                     # and all of them get along
+    everything = proposers.add_mechanisms(frozenset(), list(KNOWN), KNOWN)                     # and all of them get along
     assert talk(everything, [*replies, *[BOX] * 6], engine, sandbox)[1]
 
 
 def test_reminder_and_error_take_turns(engine, sandbox):
     for reminder, after in (("careful_reminder", "user\nIf more"), ("blunt_reminder_in_output", "42\n\nNow give")):
-        has = hs.add_mechanisms(frozenset(), [reminder, "explain_error"], KNOWN)
+        has = proposers.add_mechanisms(frozenset(), [reminder, "explain_error"], KNOWN)
         prompt, _ = talk(has, [FAILING, CALL, BOX], engine, sandbox)
         assert prompt.count("The code failed.") == 1 and prompt.count(after) == 1

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import sandbox as sandbox_module
-from sandbox import LAYERS, Limits, Programs, Sandbox, SandboxUnavailable, parse_answer, run_snippet
+from jail import LAYERS
+from sandbox import Limits, Programs, Sandbox, SandboxUnavailable, parse_answer, run_snippet
 
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-5b1f"
@@ -134,7 +135,7 @@ def test_attacks_are_contained_for_an_ordinary_user():
         pytest.skip("no interpreter that an ordinary user may run")
     with tempfile.TemporaryDirectory(dir="/tmp") as where:
         os.chmod(where, 0o755)
-        for name in ("sandbox.py", "harness_api.py"):
+        for name in ("sandbox.py", "jail.py", "harness_api.py"):
             shutil.copy(ROOT / name, where)
             os.chmod(Path(where, name), 0o644)
         assert_contained(run_attacks(python, NOBODY, where))
@@ -258,16 +259,17 @@ def test_run_snippet(tmp_path):
 BLOCKING_HOST = """
 import struct, sys
 sys.path.insert(0, sys.argv[1])
+import jail as j
 import sandbox as s
-x86, layer = s.MACHINE == "x86_64", sys.argv[2]
-blocked, offset = {"landlock": (444, 0), "no_caps": (s.CAPSET, 0), "closed_fds": (436, 0), "seccomp": (22, 16)}[layer]
+x86, layer = j.MACHINE == "x86_64", sys.argv[2]
+blocked, offset = {"landlock": (444, 0), "no_caps": (j.CAPSET, 0), "closed_fds": (436, 0), "seccomp": (22, 16)}[layer]
 lines = [(0x20, 0, 0, 0), (0x15, 0, 3, 157 if x86 else 167), (0x20, 0, 0, 16), (0x15, 0, 3, 22), (6, 0, 0, 0x50026),
          (0x15, 0, 1, blocked), (6, 0, 0, 0x50026), (6, 0, 0, 0x7fff0000)]
 if layer != "seccomp":
     lines[3] = (6, 0, 0, 0x7fff0000)
 program = b"".join(struct.pack("HBBI", *line) for line in lines)
-s.checked(s.LIBC.prctl(38, 1, 0, 0, 0))
-s.checked(s.LIBC.prctl(22, 2, s.ctypes.byref(s.Filter(len(lines), program)), 0, 0))
+j.checked(j.LIBC.prctl(38, 1, 0, 0, 0))
+j.checked(j.LIBC.prctl(22, 2, j.ctypes.byref(j.Filter(len(lines), program)), 0, 0))
 try:
     s.Sandbox()
     print("BREACH: not refused")
