@@ -24,10 +24,12 @@ from gates import ForbiddenText, check_harness
 from harness_search import SearchError, bootstrap_ci
 from jail import LAYERS
 from rft import CheckpointError
+from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
-from whale import CHOICES, PRESETS, Config, Run, load_splits, rollout_config, task_means, train_config, train_whale
+from whale import (
+    CHOICES, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config, train_whale)
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -83,7 +85,7 @@ def command_run(args: argparse.Namespace) -> int:
         with closing(run):
             train_whale(run)
     folder = run.dir.path
-    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.env.h0.read_text(),
+    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.h0,
                             (folder / "final_harness.py").read_text(), folder)
     return 0
 
@@ -92,17 +94,10 @@ def open_parts(args: argparse.Namespace):
     """Environment, splits, engine, sandbox and rollout settings for a command that uses one harness and one model."""
     cfg = resolve_config(args, args.domain)
     env, splits = load_splits(cfg)
-    source = read_file(args.harness)
+    source = read_file(cfg.harness or str(env.h0))
     engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
-
-
-def read_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8 text'}") from None
 
 
 def command_eval(args: argparse.Namespace) -> int:
@@ -124,6 +119,7 @@ def command_eval(args: argparse.Namespace) -> int:
 
 
 def command_check_harness(args: argparse.Namespace) -> int:
+    args.harness = args.file
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     with sandbox:
         probes = check_harness(source, env, engine, sandbox, splits["harness"][:2],
@@ -186,12 +182,11 @@ def build_parser() -> argparse.ArgumentParser:
         add_config_flags(word(domain, command_run, help="alternate weight and harness phases"), domain)
     sub = word("eval", command_eval, help="mean@n of one harness and one model")
     add_config_flags(sub)
-    sub.add_argument("--harness", required=True)
     sub.add_argument("--split", choices=("train", "harness", "test"), default="test")
     sub.add_argument("--n", type=int, default=8)
     check = word("check-harness", command_check_harness, help="gates and probes on one harness file")
     add_config_flags(check)
-    check.add_argument("harness", metavar="FILE")
+    check.add_argument("file", metavar="FILE")
     box = word("sandbox", command_sandbox, help="run one snippet as the Python tool does")
     box.add_argument("file")
     box.add_argument("--seconds", type=float, default=2.0)
@@ -210,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError) as error:
+    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ free at the next step. What a row samples is a function of its prompt, its seed 
 beside it changes its logits in the last bits only (floating-point sums), so callers who want runs to repeat exactly
 submit in an order that does not depend on the clock (rollout.py does).
 
-Differs from the paper: the paper samples with vLLM; this engine has the same sampling rules (temperature, top-k, top-p).
+Differs from the paper: the paper samples with vLLM; the sampling rules (temperature, top-k, top-p) are the same.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def locate(model: str) -> dict[str, str]:
         if not (path / "config.json").is_file():
             raise ModelError(f"--model {model}: a folder without config.json is no HF model")
     elif model.startswith((".", "/")) or model.count("/") != 1:
-        raise ModelError(f"--model {model}: no such folder; give an HF folder, a .gguf file, or a hub name (owner/name)")
+        raise ModelError(f"--model {model}: no such folder; give an HF folder, a .gguf file or a hub name (owner/name)")
     return {"pretrained_model_name_or_path": model}
 
 
@@ -101,7 +101,7 @@ def load_tokenizer(model: str):
     with naming_the_model(model):
         tokenizer = AutoTokenizer.from_pretrained(**locate(model))
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"--model {model}: its tokenizer names no end-of-sequence token (eos_token): no reply could end")
+        raise ModelError(f"--model {model}: its tokenizer names no eos_token, so no reply could end")
     return tokenizer
 
 
@@ -216,7 +216,8 @@ class TransformersEngine:
 
     # ---- the contract ----
 
-    def submit(self, id: Hashable, prompt_ids: list[int], params: SamplingParams, after: Hashable | None = None) -> None:
+    def submit(self, id: Hashable, prompt_ids: list[int], params: SamplingParams,
+               after: Hashable | None = None) -> None:
         """Queues a request. `after` may name a finished request whose sequence this prompt extends: where its row is
         still in the cache, only the rest of the prompt is computed."""
         if not prompt_ids or params.max_tokens < 1:
@@ -420,7 +421,7 @@ class TransformersEngine:
         return finished
 
     def _said_stop(self, request: Request) -> bool:
-        """Whether a stop string stands in what was said; only the part that the last token can have completed is read."""
+        """Whether a stop string was said; only what the last token can have completed is read."""
         longest = max(map(len, request.params.stop))
         tail = self.tokenizer.decode(request.completion[-longest - 4:])
         return any(stop in tail for stop in request.params.stop)

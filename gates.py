@@ -1,8 +1,8 @@
 """The gates: probes that a harness file must pass before it may score or make training data, the cheap ones first.
 
-They stop mistakes and plain cheating: answers or questions in the file, branches on a question's text, prompts that make
-a model that knows nothing look right. They are no proof of honesty (read the diff that is accepted), and no wall: what a
-harness cannot do at all is the business of the sandbox.
+They stop mistakes and plain cheating: answers or questions in the file, branches on a question's text, prompts that
+make a model that knows nothing look right. They are no proof of honesty (read the diff that is accepted), and no wall:
+what a harness cannot do at all is the business of the sandbox.
 
     bash run.sh check-harness math FILE
 """

@@ -1,4 +1,4 @@
-"""Builds the embedded model and its data from nothing: `python nano.py` (about 20 minutes on two cores).
+"""Builds the embedded model and its data from nothing: `python nano.py` (about 20 minutes on two idle cores).
 
 Writes embedded/model/ (a Qwen3-architecture causal LM in HF format with its own tokenizer and ChatML template) and
 embedded/math/{train,harness,test}.jsonl. The model is trained from random weights to imitate demonstrations that this
@@ -6,7 +6,7 @@ file makes up: word problems solved with a Python tool, in many phrasings of pro
 
 As with a real base model, its habits are mixed on purpose, and this file is where they are mixed (`Habits`):
 - only weights can mend: wrong expressions, rambling to the token limit, boxing an intermediate result;
-- only a harness can mend: problems of two stages need two tool calls and so a third model call, which h0 does not allow;
+- only a harness can mend: problems of two stages need two tool calls, so a third model call, which h0 does not allow;
 - both, together: a malformed call can be trained away or sent back; an answer that is not boxed can be asked for again,
   but a blunt reminder after each tool output makes the model stop half-way through a two-stage problem.
 
@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from harness_api import PYTHON
@@ -43,7 +44,8 @@ CHAT_TEMPLATE = r"""
 {%- if first %}{{ '\n\n' }}{% endif -%}
 {{- '# Tools' -}}
 {%- for tool in tools -%}
-{{- '\n' + tool.function.name + '(' + (tool.function.parameters.properties | join(', ')) + '): ' + tool.function.description -}}
+{%- set names = tool.function.parameters.properties | join(', ') -%}
+{{- '\n' + tool.function.name + '(' + names + '): ' + tool.function.description -}}
 {%- endfor -%}
 {{- '\nCall: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>' -}}
 {%- endif -%}
@@ -285,10 +287,10 @@ class Habits:
         self.results[stage] = calculate(expression)
         return opening + format_call(code), str(self.results[stage])
 
-    def open(self) -> tuple[str, str]:
-        """The first turn -> (kind, text)."""
+    def open(self) -> str:
+        """The first turn -> call, guess or ramble."""
         c = self.context
-        return pick(self.rng, call=0.74, guess=0.03 if c.asks_tool else 0.16, ramble=0.06 if c.asks_tool else 0.10), ""
+        return pick(self.rng, call=0.74, guess=0.03 if c.asks_tool else 0.16, ramble=0.06 if c.asks_tool else 0.10)
 
     def after_output(self, stage: int) -> str:
         """After a tool output -> box, plain (no box), again (the same call once more), or go_on (next stage)."""
@@ -302,7 +304,8 @@ class Habits:
 
     def answer(self, number: int | str, boxed: bool) -> str:
         if boxed:
-            return self.rng.choice(["The answer is \\boxed{%s}.", "\\boxed{%s}", "So the answer is \\boxed{%s}."]) % number
+            form = self.rng.choice(["The answer is \\boxed{%s}.", "\\boxed{%s}", "So the answer is \\boxed{%s}."])
+            return form % number
         return self.rng.choice(["The answer is %s.", "The result is %s.", "So there are %s."]) % number
 
 
@@ -319,8 +322,7 @@ def demonstrate(rng: random.Random, problem: Problem) -> list[dict]:
     def ask(text: str) -> None:
         messages.append({"role": "user", "content": upper_first(text)})
 
-    kind, _ = habits.open()
-    stage, wrote_feedback = 0, False
+    kind, stage, was_sent_back = habits.open(), 0, False
     for _ in range(c.max_calls):
         if kind == "ramble":
             say(ramble(rng, rng.randint(12, 18)), cut=True)
@@ -335,15 +337,15 @@ def demonstrate(rng: random.Random, problem: Problem) -> list[dict]:
             kind = "call" if rng.random() < 0.85 else "guess"
         elif kind in ("call", "go_on", "again"):
             stage += kind == "go_on"
-            text, output = habits.call(stage) if not wrote_feedback else habits.call(stage, p_malformed=0.08)
+            text, output = habits.call(stage) if not was_sent_back else habits.call(stage, p_malformed=0.08)
             say(text)
             if output is None:
                 if not c.sends_back:
                     return messages
                 ask(repair_nudge(rng))
-                wrote_feedback, kind = True, "call"
+                was_sent_back, kind = True, "call"
                 continue
-            wrote_feedback = False
+            was_sent_back = False
             failed = output.startswith("SyntaxError")
             note = (error_nudge(rng) if failed and c.sends_back else "" if failed else
                     box_nudge(rng) if c.after_output == "blunt" else
@@ -384,6 +386,15 @@ def train_tokenizer(texts: Iterator[str]):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2], chat_template=CHAT_TEMPLATE,
         additional_special_tokens=[SPECIAL[1]], clean_up_tokenization_spaces=False, model_max_length=2048)
+
+
+@lru_cache
+def untrained_tokenizer():
+    """Renders the chat template before there is a vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
 
 
 def render(tokenizer, messages: list[dict]) -> list[tuple[str, bool]]:
@@ -439,7 +450,8 @@ def train_model(tokenizer, taken: set[str], n_steps: int, folder: Path) -> None:
             for i, (ids, mask) in enumerate(half):
                 x[i, :len(ids)] = torch.tensor(ids)
                 y[i, :len(ids)] = torch.where(torch.tensor(mask), torch.tensor(ids), -100)
-            hidden = model.model(input_ids=x, use_cache=False).last_hidden_state[:, :-1]    # causal: right pads are inert
+            # causal, so pads on the right are inert
+            hidden = model.model(input_ids=x, use_cache=False).last_hidden_state[:, :-1]
             own = y[:, 1:] != -100
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[own]), y[:, 1:][own], reduction="sum")
             (loss / n_supervised).backward()
@@ -462,14 +474,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--show", type=int, default=0, help="print so many demonstrations and stop")
     args = parser.parse_args()
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    rng = random.Random("tokenizer")
     taken = write_data(args.out)
+    rng = random.Random("tokenizer")
     demos = [demonstrate(rng, sample_problem(rng)) for _ in range(3000)]
-    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
-    texts = ["".join(text for text, _ in render(plain, demo)) for demo in demos]
+    texts = ["".join(text for text, _ in render(untrained_tokenizer(), demo)) for demo in demos]
     if args.show:
         print("\n\n=====\n".join(texts[:args.show]))
         return

@@ -35,7 +35,11 @@ INFRA_TRIES = 3
 PLAIN_TEMPLATE = ("{{ bos_token or '' }}{% for m in messages %}"
                   "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: ', 'tool': 'Output: '}[m.role] }}"
                   "{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}")
-PLAIN_STOP = ("\n\nUser:", "\n\nOutput:")
+PLAIN_STOP = ("\n\nUser:", "\n\nOutput:", "\n\nAssistant:")
+
+
+class InfraError(RuntimeError):
+    """Rollouts that our own machinery lost, again and again. They are never scored."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class Trace:
             mask += [True] * len(call.completion_ids)
         return [Sequence(tuple(ids), tuple(mask)) for ids, mask in rows if any(mask)]
 
+    def brief(self) -> dict:
+        return {"task_id": self.task_id, "sample": self.sample, "reward": self.reward, "failure": self.failure,
+                "end": self.end, "n_tok": self.n_tok}
+
     def to_json(self, with_ids: bool = False) -> dict:
         row = {key: value for key, value in asdict(self).items() if key != "calls"}
         row |= {"failure": self.failure, "n_tok": self.n_tok, "n_calls": len(self.calls)}
@@ -233,7 +241,7 @@ def run(engine, env, sandbox: Sandbox, source: str, tasks: list[Task], n: int, s
     """n rollouts of the harness `source` on each task -> traces in the order of (task, sample).
 
     The number of traces is fixed before the run: programs that fail or are killed count, with reward 0. Rollouts lost
-    to our own machinery ("infra") are run again and never scored; RuntimeError after INFRA_TRIES.
+    to our own machinery ("infra") are run again and never scored; InfraError after INFRA_TRIES.
     """
     batch = Batch(engine, env, sandbox, source, seed, cfg, on_finish)
     wanted = [(task, sample) for task in tasks for sample in range(n)]
@@ -244,8 +252,8 @@ def run(engine, env, sandbox: Sandbox, source: str, tasks: list[Task], n: int, s
         if not wanted:
             return [done[task.id, sample] for task in tasks for sample in range(n)]
     reasons = Counter(trace.end for trace in done.values() if trace.status == "infra")
-    raise RuntimeError(f"{len(wanted)} rollouts failed {INFRA_TRIES} times for reasons of the machine, not of the model: "
-                       f"{reasons.most_common(1)[0][0]}. The run can be started again with the same command.")
+    raise InfraError(f"{len(wanted)} rollouts failed {INFRA_TRIES} times for reasons of the machine, not of the model: "
+                     f"{reasons.most_common(1)[0][0]}. The same command goes on from the last finished step.")
 
 
 class Batch:
@@ -340,7 +348,8 @@ class Batch:
             content = "<think>\n" + content
         live.trace.calls.append(Call(live.ids, tuple(completion.ids), completion.finish))
         live.text, live.ids = live.text + full, live.ids + tuple(completion.ids)
-        self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content), "finish": completion.finish})
+        self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content),
+                               "finish": completion.finish})
 
     def _take_tool_result(self, program: int) -> None:
         code = self.live[program].request["code"]

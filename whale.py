@@ -58,6 +58,7 @@ class Config:
     train: str = ""                         # FILE or FILE[a:b], rows a to b
     harness_set: str = ""
     test: str = ""
+    harness: str = ""                       # the harness to start from; "": h0 of the domain
     # schedule (E, I) and its adaptive form
     epochs: float = 0.6                     # E: epochs of weight updates a cycle
     iterations: int = 6                     # I: harness iterations a cycle; the first scores the incoming harness
@@ -171,13 +172,14 @@ class Run:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.env, splits = load_splits(cfg)
+        self.h0 = read_file(cfg.harness or str(self.env.h0))
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
         self.budget()                                                           # refuses a schedule of no steps
         check_disk(cfg)
         self.dir = RunDir(cfg.run_dir, identity={
             "config": {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME},
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
-                       "model": hash_model(cfg.model), "h0": hashlib.sha256(self.env.h0.read_bytes()).hexdigest()}})
+                       "model": hash_model(cfg.model), "h0": sha256(self.h0)}})
         self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
             self._load_parts()
@@ -197,7 +199,7 @@ class Run:
         self.trainer = Trainer(cfg.model, train_config(cfg), cfg.device)
         self.rollout_cfg = rollout_config(cfg)
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
-        self.harness = Candidate("h0", "", "the starting point", (), self.env.h0.read_text(), 0)
+        self.harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
         if state.harness:
             self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if state.weight_step:
@@ -219,8 +221,8 @@ class Run:
         cfg = self.cfg
         fixed = (self.n_steps("--epochs", cfg.epochs), cfg.iterations)
         window = self.n_steps("--patience-epochs", cfg.patience_epochs) if cfg.method == "adaptive" else 1
-        return sched.phases(cfg.method, fixed, (window, cfg.patience_iterations, cfg.min_iterations, cfg.max_iterations),
-                            cfg.stagewise_phases, start=self.state.phase)
+        adaptive = (window, cfg.patience_iterations, cfg.min_iterations, cfg.max_iterations)
+        return sched.phases(cfg.method, fixed, adaptive, cfg.stagewise_phases, start=self.state.phase)
 
     def budget(self) -> int:
         """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
@@ -359,9 +361,7 @@ class Run:
         folder = self.dir.path / "eval"
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"{len(state.evals):02d}_step_{state.weight_step:06d}.jsonl", "".join(
-            json.dumps(trace.to_json(with_ids=True) if trace.sample == 0 else      # in full once a task, for reading
-                       {key: trace.to_json()[key] for key in ("task_id", "sample", "reward", "failure", "end", "n_tok")})
-            + "\n" for trace in traces))
+            json.dumps(trace.brief() if trace.sample else trace.to_json(with_ids=True)) + "\n" for trace in traces))
         state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step, **what,
                             "training_rollouts": self.dir.training_rollouts()})
         self.dir.log("eval", f"test mean@{n} {mean:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}] {label}; "
@@ -411,6 +411,14 @@ def rollout_config(cfg: Config) -> RolloutConfig:
 # ---- checks before a model is loaded --------------------------------------------------------------------------------
 
 
+def read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise UsageError(f"{path}: {why}") from None
+
+
 def load_split(env, value: str) -> list[Task]:
     """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
     path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
@@ -452,8 +460,8 @@ def check_disk(cfg: Config) -> None:
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make room "
-                         "or choose another place with --out")
+        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make "
+                         "room or choose another place with --out")
 
 
 def code_version() -> str:

@@ -116,7 +116,7 @@ def run(task):
 """
     trace = ask(sandbox, source, lambda prompt, call: f"reply {call}")
     rows = trace.sequences()
-    assert len(rows) == 2 and all(sum(row.mask) == len(call.completion_ids) for row, call in zip(rows, trace.calls))
+    assert len(rows) == 2 and all(sum(row.mask) == len(call.completion_ids) for row, call in zip(rows, trace.calls, strict=True))
 
 
 def test_merging_is_token_for_token():
@@ -164,7 +164,7 @@ def run(task):
 """
     trace = ask(sandbox, source, lambda prompt, call: "I am done.")
     assert trace.status == "ok" and trace.reward == 0
-    for call, n_turns in zip(trace.calls, (2, 4)):                              # user, assistant; and tool, assistant
+    for call, n_turns in zip(trace.calls, (2, 4), strict=True):                              # user, assistant; and tool, assistant
         assert sum(id == tokenizer.convert_tokens_to_ids("<|im_start|>") for id in call.prompt_ids) == n_turns
 
 
