@@ -122,7 +122,7 @@ def command_check_harness(args: argparse.Namespace) -> int:
     args.harness = args.file
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     with sandbox:
-        probes = check_harness(source, env, engine, sandbox, splits["harness"][:2],
+        probes = check_harness(source, env, engine, sandbox, splits["harness"][:8],
                                ForbiddenText([task for tasks in splits.values() for task in tasks]), rollout_cfg,
                                (cfg.seed, "check"))
     passed = all(probe.passed for probe in probes)

@@ -116,7 +116,7 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32, attention:
             trust_remote_code=False, output_loading_info=True)
     if broken := {kind: sorted(map(str, names))[:5] for kind, names in loading.items() if names}:
         raise ModelError(f"--model {model}: its weights do not fit {type(loaded).__name__}: {broken}")
-    if getattr(loaded, "hf_quantizer", None) is not None:       # a .gguf, dequantised by now: a plain model from here on
+    if getattr(loaded, "hf_quantizer", None) is not None:       # a .gguf, dequantised by now: a plain model from here
         loaded.hf_quantizer = None
         del loaded.config.quantization_config
     return loaded.eval()

@@ -6,7 +6,7 @@ answers; so the list of its requests and results is all there is to know about a
 
     def run(task):
         reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON]) # -> Reply
-        output = yield python("print(6 * 7)")                                                   # -> ToolOutput, "42\\n"
+        output = yield python("print(6 * 7)")                                                   # -> ToolOutput, "42"
 
 The last `generate` reply is what is graded; what `run` returns is not. Sampling and the total budgets are the host's.
 Beside this module a harness may import re, json, math, string, textwrap, itertools, collections, functools, statistics

@@ -34,7 +34,7 @@ class Screen:
 
     def show_end(self, summary: dict, h0: str, final: str, folder: Path) -> None:
         """base, best and final mean@8, what each kind of work took, the final harness against h0."""
-        scores = Table("test mean@8", "mean", "95 % interval")
+        scores = Table(f"test mean@{summary['n_eval']}", "mean", "95 % interval")
         for label in ("base", "best", "final"):
             point = summary[f"{label}_mean8"]
             scores.add_row(label, f"{point['mean']:.3f}", f"{point['ci95'][0]:.3f} - {point['ci95'][1]:.3f}")

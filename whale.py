@@ -389,7 +389,8 @@ class Run:
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)
         cfg = self.cfg
-        self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed, model=cfg.model,
+        self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
+                               model=cfg.model, n_eval=cfg.n_eval,
                                cycles=len(self.state.accepted), sandbox=self.sandbox.layers, version=code_version())
         self.dir.save()
 

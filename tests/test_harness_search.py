@@ -204,8 +204,11 @@ def test_a_solver_inside_is_refused(probe, engine, sandbox):
     assert "4 of 4" in probes[-1].why
 
 
-def test_a_thinking_template_does_not_blind_the_echo(engine, sandbox):
-    body = SOLVE + "yield generate(chat('', f'\\\\boxed{{{total}}} {task[\"question\"]}\\n<think>\\n'))"
+@pytest.mark.parametrize("words", ["{} <think>\\n\\n</think>\\n", "<tool_call> {}", "<think> {}"])
+def test_a_template_with_tags_does_not_blind_the_echo(words, engine, sandbox):
+    """What stands before </think> or inside <tool_call> is not graded; in an echo it must be."""
+    box = words.format("\\\\boxed{{{total}}}")
+    body = SOLVE + f"yield generate(chat('', f'{{task[\"question\"]}} {box}'))"
     assert check(harness(body), engine, sandbox, tasks=SUMS)[-1].name == "null model: echo"
 
 
@@ -287,9 +290,16 @@ def test_score_key(tmp_path, engine, sandbox):
 
 
 def test_denominators_count_what_failed(tmp_path, engine, sandbox):
-    fails = harness(f"reply = {ASK}\nif len(reply.content) % 2:\n    1 / 0")
-    search = make_search(tmp_path, engine, sandbox, incumbent=Candidate("", "", "", (), fails, 0))
+    """A model that is always right, under a harness that fails where the answer is odd."""
+    def oracle(prompt: str) -> str:
+        return next(MathEnv.perfect_reply(task) for task in TASKS if task.fields["question"] in prompt)
+
+    fails = harness(f"reply = {ASK}\nif reply.content[-2] in '13579':\n    1 / 0")
+    search = make_search(tmp_path, gates.ScriptedEngine(engine.tokenizer, oracle), sandbox,
+                         incumbent=Candidate("", "", "", (), fails, 0))
     [outcome] = search.iterate()
+    n_even = sum(int(task.answer) % 2 == 0 for task in TASKS)
+    assert outcome.score.mean == n_even / 8 and outcome.score.n_error == 8 - n_even and 0 < n_even < 8
     score, rows = outcome.score, [json.loads(line) for line in (tmp_path / "h0" / "traces.jsonl").open()]
     assert score.n == len(rows) == 8 and score.n_ok + score.n_error + score.n_killed == 8 and score.n_error > 0
     assert score.mean == sum(row["reward"] for row in rows) / 8
