@@ -1,4 +1,6 @@
-"""Builds the embedded model and its data from nothing: `python nano.py` (about 20 minutes on two idle cores, estimated from its rate).
+"""Builds the embedded model and its data from nothing: `python nano.py`.
+
+It takes about 20 minutes on two idle cores, an estimate from its rate.
 
 Writes embedded/model/ (a Qwen3-architecture causal LM in HF format with its own tokenizer and ChatML template) and
 embedded/math/{train,harness,test}.jsonl. The model is trained from random weights to imitate demonstrations that this
