@@ -1,11 +1,13 @@
 """The command line that `bash run.sh` hands over to: the runs, and the small commands that use one part alone.
 
-    math [flags]                                     a run (whale.py); the same command again resumes it
+    math | search | chess [flags]                    a run (whale.py); the same command again resumes it
     eval math --harness FILE --model DIR             mean@n of one harness and one model on one split
     check-harness math FILE                          the gates and probes on one harness file
     sandbox FILE.py [--seconds 2 --mb 256]           one snippet as the Python tool runs it
     verify math --cases FILE.jsonl                   verdicts on a file of cases
-    verify math --reply-file F --reference R         one verdict, and why
+    verify math --reply-file F --reference R         one verdict, and why (chess: --fen F)
+    data math --out DIR                              the paper's splits, from the hub or from files (data.py)
+    retriever --corpus FILE --index DIR              a search server (retriever.py)
 """
 
 import argparse
@@ -17,13 +19,17 @@ from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import data
+import retriever
 import rollout
 from engine import ModelError, TransformersEngine
-from envs import ENVS, DataError, Task, verify_cases
+from envs import ENVS, verify_cases
+from tasks import DataError, Row
 from gates import ForbiddenText, check_harness
 from harness_search import SearchError, bootstrap_ci
 from jail import LAYERS
 from rft import CheckpointError
+from retriever import RetrieverError
 from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
@@ -57,7 +63,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     preset = args.preset or Config(domain=domain).preset
     given = {knob.name: getattr(args, knob.name) for knob in fields(Config)
              if knob.name != "domain" and getattr(args, knob.name) is not None}
-    cfg = Config(**{"domain": domain, **PRESETS[preset], **given, "preset": preset})
+    cfg = Config(**{"domain": domain, **PRESETS[preset][domain], **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1)):
         if getattr(cfg, name) < least:
@@ -150,9 +156,12 @@ def command_verify(args: argparse.Namespace) -> int:
         report = verify_cases(args.domain, Path(args.cases))
         show(args, report)
         return 0 if not report["misses"] else EXIT_REFUSED
-    if args.reference is None:
-        raise UsageError("verify: --reply-file needs --reference TEXT")
-    show(args, asdict(ENVS[args.domain]().verify(Task("", {}, args.reference, ""), read_file(args.reply_file))))
+    cells = {"id": "reply", "reference": args.reference, "fen": args.fen}
+    for name in ("reference", "fen")[:2 if args.domain == "chess" else 1]:
+        if cells[name] is None:
+            raise UsageError(f"verify {args.domain}: --reply-file needs --{name} TEXT")
+    env = ENVS[args.domain]()
+    show(args, asdict(env.verify(env.read_case(Row("the flags", 1, cells)), read_file(args.reply_file))))
     return 0
 
 
@@ -194,8 +203,11 @@ def build_parser() -> argparse.ArgumentParser:
     box.add_argument("--waive", default="")
     verify = word("verify", command_verify, help="ask the verifier why")
     verify.add_argument("domain", choices=CHOICES["domain"])
-    for flag in ("--cases", "--reply-file", "--reference"):
-        verify.add_argument(flag)
+    for flag, meaning in (("--cases", "a file of cases"), ("--reply-file", "the model's last message"),
+                          ("--reference", "search: one answer or a list; chess: the moves in UCI"), ("--fen", "chess")):
+        verify.add_argument(flag, help=meaning)
+    data.add_flags(word("data", data.command_data, help="write the paper's splits"))
+    retriever.add_flags(word("retriever", retriever.command_retriever, help="serve a corpus"))
     for command in (sub, check, box, verify):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
@@ -205,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError) as error:
+    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
+            RetrieverError) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

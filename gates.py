@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import rollout
 from engine import Completion, SamplingParams
-from envs import Task
+from tasks import Task
 from rollout import RolloutConfig
 from sandbox import Sandbox
 
@@ -48,7 +48,7 @@ class ForbiddenText:
 
     def __init__(self, tasks: list[Task]):
         self.questions = [words_of(text) for task in tasks for text in task.fields.values()]
-        self.answers = {task.answer.strip().casefold() for task in tasks if len(task.answer.strip()) > 1}
+        self.answers = {answer.strip().casefold() for task in tasks for answer in task.answers if len(answer.strip()) > 1}
         self.sources = {task.source.casefold() for task in tasks if re.search(r"[\d_-]", task.source)}  # no plain words
 
 
@@ -65,7 +65,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     if not (passes("contract", why) and passes("lint", lint(tree))
             and passes("literals", find_literals(tree, forbidden))):
         return probes
-    some = ([task for task in tasks if task.answer not in source] or tasks)[:N_PROBE_TASKS]      # no hit by chance
+    some = ([task for task in tasks if not any(answer in source for answer in task.answers)] or tasks)[:N_PROBE_TASKS]      # no hit by chance
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
     for name, model in null_models(env, some):
         scripted = ScriptedEngine(engine.tokenizer, model)
@@ -215,7 +215,8 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "unsure", lambda prompt: "I don't know."
     yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
     yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
-    yield "copy", copy                                      # takes the last number that the harness put into the prompt
+    if "python" in env.tools:                               # elsewhere prompts rightly hold what may be the answer
+        yield "copy", copy                                  # takes the last number that the harness put into the prompt
     yield "spray", lambda prompt: " ".join([*(box(task.answer) for task in tasks), box("987654321")])
 
 

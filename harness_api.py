@@ -1,20 +1,24 @@
 """What a harness program may use: the requests it yields and the results it receives.
 
 A harness is one Python file with two constants, SYSTEM_PROMPT and USER_PROMPT, and one generator function `run(task)`.
-`task` is a dict of strings (math: `question`). The program touches the world only by yielding requests, which the host
-answers; so the list of its requests and results is all there is to know about a rollout.
+`task` is a dict of strings (math and search: `question`; chess: side, fen, board, last_move, played, move_number,
+legal_moves). The program touches the world only by yielding requests, which the host answers; so the list of its
+requests and results is all there is to know about a rollout.
 
     def run(task):
         reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON]) # -> Reply
         output = yield python("print(6 * 7)")                                                   # -> ToolOutput, "42"
 
-The last `generate` reply is what is graded; what `run` returns is not. Sampling and the total budgets are the host's.
+Each domain answers to its own tool: math to `python`, search to `search`, chess to `move`. What is graded is the model's
+last reply (chess: the moves that the board took); what `run` returns is not. Sampling and the budgets are the host's.
 Beside this module a harness may import re, json, math, string, textwrap, itertools, collections, functools, statistics
 and random (seeded by the host, for each program on its own). What it prints is discarded.
 """
 
+import re
 from dataclasses import dataclass
 
+MAX_TOPK, MAX_PASSAGE_TOK = 20, 2000        # of one search
 PYTHON = {
     "type": "function",
     "function": {
@@ -24,6 +28,18 @@ PYTHON = {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The program. Print what you want to see."}},
             "required": ["code"],
+        },
+    },
+}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search an encyclopaedia and return the best passages.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What to look for."}},
+            "required": ["query"],
         },
     },
 }
@@ -46,6 +62,22 @@ def python(code: str) -> dict:
 
     What a model gives as code may be anything; what is no text is run as it prints."""
     return {"type": "python", "code": code if isinstance(code, str) else str(code)}
+
+
+def search(query: str, topk: int = 1, max_tokens: int = 200) -> dict:
+    """Request the best `topk` passages for a query, each cut to `max_tokens` tokens. -> ToolOutput
+
+    `details["documents"]` is a list of {"title", "text"}."""
+    return {"type": "search", "query": query if isinstance(query, str) else str(query), "topk": topk,
+            "max_tokens": max_tokens}
+
+
+def move(uci: str) -> dict:
+    """Request that a move be played: one that the model named in its last reply, in any notation; one a reply. -> ToolOutput
+
+    `details["status"]` is accepted, malformed, illegal or unsaid (the model did not say it); `details["task"]` holds the
+    new position after an accepted move. A legal but wrong move, and the last of the puzzle, end the rollout."""
+    return {"type": "move", "uci": uci if isinstance(uci, str) else str(uci)}
 
 
 @dataclass(frozen=True)
@@ -74,11 +106,44 @@ class ToolOutput(str):
     """What the tool printed, or its error in words; `ok` is False after an error or a limit."""
 
     ok: bool = True
+    details: dict                   # plain JSON; what is in it is the tool's
 
 
 def tool_result(call: ToolCall, output: str) -> dict:
     """A tool's output as a turn, to be appended to the messages."""
     return {"role": "tool", "name": call.name, "content": str(output)}
+
+
+# --- The moves in a reply, for chess. ---
+
+_TAG = re.compile(r"<(/?)move>", re.IGNORECASE)
+_ALONE = r"(?<![a-zA-Z0-9/@])(?<![a-zA-Z0-9]-)(?:%s)[+#]{0,2}(?!-?[a-zA-Z0-9/@])"  # "/": rows of a FEN are no moves
+_BARE_MOVE = re.compile(_ALONE % "|".join((
+    "[o0]-[o0](?:-[o0])?",                                  # castling
+    "[a-h][1-8][-x]?[a-h][1-8](?:=?[qrbn])?",               # coordinates
+    "[kqrbn][a-h]?[1-8]?[-x]?[a-h][1-8]",                   # a piece's move
+    "[a-h]x[a-h][1-8](?:=?[qrbn])?|[a-h][18]=?[qrbn]",      # a pawn takes or promotes
+)), re.IGNORECASE)
+_BARE_SQUARE = re.compile(_ALONE % "[a-h][1-8]")
+
+
+def said_moves(text: str) -> list[str]:
+    """The moves in a model's reply, as written, in order; thinking counts for nothing.
+
+    With a `<move>` tag anywhere: what stands in the closed pairs, be it a move or not. Without: the moves in the
+    prose; a bare square (e4) is a pawn's move only where there is no other, as most are places ("the knight on e5").
+    """
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    said, start, tagged = [], None, False
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            start, tagged = tag.end(), True                 # the nearest opening tag counts
+        elif start is not None:
+            said.append(text[start:tag.start()].strip().strip(" \n*_`[]().,;!?"))
+            start = None
+    if tagged:
+        return said
+    return [move[0] for move in _BARE_MOVE.finditer(text)] or [move[0] for move in _BARE_SQUARE.finditer(text)]
 
 
 # --- The rest is the host's and the worker's side of the same format. ---
@@ -90,7 +155,7 @@ def parse_result(request: dict, result: dict) -> Reply | ToolOutput:
         calls = [ToolCall(call["name"], call["arguments"]) for call in result["tool_calls"]]
         return Reply(result["content"], calls, result["finish"])
     output = ToolOutput(result["output"])
-    output.ok = result["ok"]
+    output.ok, output.details = result["ok"], result.get("details", {})
     return output
 
 
@@ -99,9 +164,11 @@ def check_request(request: object) -> str:
     if not isinstance(request, dict):
         return f"a request is a dict, not {type(request).__name__}"
     kind = request.get("type")
-    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None:
-        return f"unknown request type {kind!r:.80}; known are {', '.join(_FIELDS)}"
+    if not isinstance(kind, str):
+        return f"a request has a type, not {kind!r:.80}"
+    if kind not in _FIELDS:                                                 # a tool that only its environment knows
+        return "" if _is_plain(request) else f"{kind:.80}: must be plain JSON"
+    fields = _FIELDS[kind]
     for name in request:
         if name not in fields and name != "type":
             return f"{kind} has no field {name!r:.80}"
@@ -146,4 +213,8 @@ _FIELDS = {
                  "None or a list of non-empty strings"),
     },
     "python": {"code": (lambda v: isinstance(v, str), "a string")},
+    "search": {"query": (lambda v: isinstance(v, str), "a string"),
+               "topk": (lambda v: _is_count(v) and v <= MAX_TOPK, f"an int from 1 to {MAX_TOPK}"),
+               "max_tokens": (lambda v: _is_count(v) and v <= MAX_PASSAGE_TOK, f"an int from 1 to {MAX_PASSAGE_TOK}")},
+    "move": {"uci": (lambda v: isinstance(v, str), "a string")},
 }

@@ -30,7 +30,7 @@ import numpy as np
 
 import harness_api
 import rollout
-from envs import Task
+from tasks import Task
 from gates import MAX_SOURCE_BYTES, ForbiddenText, check_harness, program_of
 from rollout import RolloutConfig, derive_seed
 from sandbox import Sandbox

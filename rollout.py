@@ -16,6 +16,7 @@ import json
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -23,13 +24,14 @@ from functools import lru_cache
 from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
-from envs import Task
+from tasks import Task, ToolUse, Verdict
 from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
 MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
 INFRA_TRIES = 3
+N_GRADERS = 8           # threads that verify: a verifier may ask a judge over the network
 
 # Turns as labelled paragraphs, for a model that has no chat template.
 PLAIN_TEMPLATE = ("{{ bos_token or '' }}{% for m in messages %}"
@@ -82,6 +84,7 @@ class Trace:
     end: str = ""                                   # why it ended, in words
     reward: float = 0.0
     why: str = ""                                   # the verifier's reason; never holds the reference
+    kind: str = ""                                  # the verifier's word for why it was not solved, if it has one
     answered: bool = False                          # the last reply held something that the verifier could read
     events: list[dict] = field(default_factory=list)        # {"request": ..., "result": ...}, in order
     calls: list[Call] = field(default_factory=list)
@@ -97,6 +100,11 @@ class Trace:
     @property
     def n_tool_calls(self) -> int:
         return sum(event["request"]["type"] != "generate" for event in self.events)
+
+    @property
+    def last_reply(self) -> dict | None:
+        """{"content", "tool_calls", "finish"} of the last model call."""
+        return next((e["result"] for e in reversed(self.events) if e["request"]["type"] == "generate"), None)
 
     @property
     def truncated(self) -> bool:
@@ -118,6 +126,8 @@ class Trace:
             return "solved"
         if not replies or self.truncated:
             return "token_limit"
+        if self.kind:
+            return self.kind
         if replies[-1]["tool_calls"]:
             return "call_limit"                     # still at work when the harness stopped
         if "<tool_call>" in replies[-1]["content"]:
@@ -230,6 +240,7 @@ class Live:
     """A program that has not ended."""
     task: Task
     trace: Trace
+    state: object                       # what its environment's tools remember
     text: str = ""                      # last prompt and reply as text
     ids: tuple[int, ...] = ()           # and as ids
     stop: tuple[str, ...] = ()
@@ -238,7 +249,8 @@ class Live:
 
 def run(engine, env, sandbox: Sandbox, source: str, tasks: list[Task], n: int, seed: tuple[int | str, ...],
         cfg: RolloutConfig, on_finish: Callable[[Trace], None] | None = None) -> list[Trace]:
-    """n rollouts of the harness `source` on each task -> traces in the order of (task, sample).
+    """n rollouts of the harness `source` on each task -> traces in the order of (task, sample). `on_finish` gets each
+    when it ends; its verdict comes later.
 
     The number of traces is fixed before the run: programs that fail or are killed count, with reward 0. Rollouts lost
     to our own machinery ("infra") are run again and never scored; InfraError after INFRA_TRIES.
@@ -274,21 +286,37 @@ class Batch:
         self.tool_due: dict[int, list[int]] = defaultdict(list)         # tick -> programs whose tool result is
         self.tool_jobs: dict[str, int] = {}                             # code -> the sandbox's job that runs it
         self.tool_results: dict[str, ToolResult] = {}
+        self.uses: list[tuple[int, ToolUse]] = []                       # requests of this tick to the environment's tools
+        self.use_due: dict[int, tuple[list[int], Future]] = {}          # tick -> programs, and their results
+        self.verdicts: list[tuple[Trace, Future]] = []
         todo = deque(enumerate(wanted))
-        with closing(Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)) as self.programs:
+        with (closing(Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)) as self.programs,
+              ThreadPoolExecutor(1) as self.tools, ThreadPoolExecutor(N_GRADERS) as self.graders):
             while todo or self.live:
                 while todo and len(self.live) < self.cfg.n_live:
                     program, (task, sample) = todo.popleft()
-                    self.live[program] = Live(task, Trace(task.id, sample, self.sha, self.engine.version))
-                    self.programs.start(program, task.fields, derive_seed(*self.seed, task.id, sample, "harness"))
+                    state, fields = self.env.start(task)
+                    self.live[program] = Live(task, Trace(task.id, sample, self.sha, self.engine.version), state)
+                    self.programs.start(program, fields, derive_seed(*self.seed, task.id, sample, "harness"))
                     self.program_due[self.tick].append(program)
                 for program in self.program_due.pop(self.tick, []):
                     self._take_event(program, self.programs.wait(program))
                 for program in self.tool_due.pop(self.tick, []):
                     self._take_tool_result(program)
+                if self.tick in self.use_due:
+                    programs, future = self.use_due.pop(self.tick)
+                    for program, result in zip(programs, future.result(), strict=True):
+                        self._take_result(program, result)
+                if self.uses:                       # one call for all of this tick, hidden behind sampling
+                    programs, uses = zip(*self.uses, strict=True)
+                    future = self.tools.submit(self.env.use_tools, list(uses), self.engine.tokenizer)
+                    self.use_due[self.tick + TOOL_STEPS] = (programs, future)
+                    self.uses = []
                 for completion in self.engine.step() if not self.engine.idle else []:
                     self._take_completion(completion)
                 self.tick += 1
+            for trace, future in self.verdicts:
+                self._grade(trace, future.result())
         return self.finished
 
     def _resume(self, program: int, result: dict) -> None:
@@ -310,6 +338,11 @@ class Batch:
             self._end(program, "error", f"the {self.env.name} domain has no request '{event.request['type']}'")
         elif live.trace.n_tool_calls >= MAX_TOOL_CALLS:
             self._end(program, "ok", f"limit of {MAX_TOOL_CALLS} tool calls")
+        elif event.request["type"] != "python":
+            live.request = event.request
+            last = live.trace.last_reply
+            said = last["content"] if last and last["finish"] == "stop" else ""     # what was cut says nothing
+            self.uses.append((program, ToolUse(live.state, event.request, said, len(live.trace.calls))))
         else:
             live.request = event.request
             code = event.request["code"]
@@ -356,9 +389,18 @@ class Batch:
         if code not in self.tool_results:
             self.tool_results[code] = self.sandbox.python_wait(self.tool_jobs[code])
         result = self.tool_results[code]
-        if result.status == "infra":
-            return self._end(program, "infra", result.output)
-        self._resume(program, {"output": result.output.rstrip("\n"), "ok": result.status == "ok"})
+        failed = {"infra": result.output} if result.status == "infra" else {}
+        self._take_result(program, {"output": result.output.rstrip("\n"), "ok": result.status == "ok", **failed})
+
+    def _take_result(self, program: int, result: dict) -> None:
+        """A tool's result: to the program, unless the environment says that the rollout is over."""
+        if "infra" in result:
+            return self._end(program, "infra", result["infra"])
+        if "end" not in result:
+            return self._resume(program, result)
+        live = self.live[program]
+        live.trace.events.append({"request": live.request, "result": result})
+        self._end(program, "ok", result["end"])
 
     def _end(self, program: int, status: str, why: str) -> None:
         """Grades the last thing the model said; what the harness returned is not looked at."""
@@ -366,15 +408,18 @@ class Batch:
         trace = live.trace
         self.engine.release((program, len(trace.calls) - 1))
         trace.status, trace.end = status, why
-        replies = [event["result"]["content"] for event in trace.events if event["request"]["type"] == "generate"]
         if status == "ok":
-            verdict = self.env.verify(live.task, replies[-1] if replies else None)
-            trace.answered = verdict.extracted is not None
-            trace.reward = 0.0 if trace.truncated else verdict.reward
-            trace.why = "the last reply was cut by a length limit" if trace.truncated else verdict.why
+            reply = trace.last_reply
+            self.verdicts.append((trace, self.graders.submit(
+                self.env.verify, live.task, reply["content"] if reply else None, live.state)))
         self.finished.append(trace)
         if self.on_finish and status != "infra":
             self.on_finish(trace)
+
+    def _grade(self, trace: Trace, verdict: Verdict) -> None:
+        trace.answered, trace.kind = verdict.extracted is not None, verdict.kind
+        trace.reward = 0.0 if trace.truncated else verdict.reward
+        trace.why = "the last reply was cut by a length limit" if trace.truncated else verdict.why
 
 
 def summarise(traces: Iterable[Trace]) -> dict[str, float]:

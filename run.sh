@@ -2,13 +2,14 @@
 # WHALE: the one entry. Sets up .venv from requirements.txt on first use (minutes, needs a package index once); after
 # that nothing is downloaded.
 #
-#   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 4 minutes)
+#   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 5 minutes)
+#   bash run.sh search | chess           the same on the other two domains
 #   bash run.sh test [pytest flags]      the tests (about 3 minutes)
-#   bash run.sh eval | check-harness | sandbox | verify ... --help       the parts alone
+#   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math eval check-harness sandbox verify test"
+words="math search chess eval check-harness sandbox verify data retriever test"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}

@@ -17,6 +17,7 @@ Differs from the paper:
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -29,7 +30,8 @@ from pathlib import Path
 import rollout
 import sched
 from engine import TransformersEngine, weights_checksum
-from envs import ENVS, Task, check_disjoint
+from envs import ENVS
+from tasks import Task, check_disjoint
 from gates import ForbiddenText
 from harness_search import Candidate, Outcome, Search, bootstrap_ci, sha256, write_atomically
 from proposers import propose_by_rules
@@ -37,6 +39,7 @@ from rft import StepStats, TrainConfig, Trainer
 from rollout import RolloutConfig, Trace, derive_seed
 from rundir import RunDir, UsageError
 from sandbox import Limits, Sandbox
+from search_answer import Judge
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -59,6 +62,9 @@ class Config:
     harness_set: str = ""
     test: str = ""
     harness: str = ""                       # the harness to start from; "": h0 of the domain
+    retriever: str = ""                     # search: URLs of retriever servers, or a corpus file; "": the embedded one
+    judge_url: str = ""                     # search: asked where exact match says no; its key is in WHALE_JUDGE_KEY
+    judge_model: str = ""
     # schedule (E, I) and its adaptive form
     epochs: float = 0.6                     # E: epochs of weight updates a cycle
     iterations: int = 6                     # I: harness iterations a cycle; the first scores the incoming harness
@@ -110,14 +116,21 @@ class Config:
         return tuple(filter(None, self.waive.split(",")))
 
 
+TINY = dict(
+    model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
+    max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
+    micro_tok=4096, autocast_bf16=False)
 PRESETS = {
-    "paper": {},                            # the table of the paper, for math
-    "tiny": dict(
-        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
-        max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=4096, autocast_bf16=False),
+    "paper": {                              # the table of the paper; the defaults of Config are its column for math
+        "math": {},
+        "search": {},
+        "chess": dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18)},
+    "tiny": {
+        "math": TINY,
+        "search": TINY,
+        "chess": TINY | dict(epochs=0.25, max_calls=12, max_len=1536)},
 }
-CHOICES = {"domain": ("math",), "preset": tuple(PRESETS), "proposer": ("rules",),
+CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
 PROPOSERS = {"rules": propose_by_rules}
 FREE_ON_RESUME = {"out", "name", "n_workers"}     # fields that change no result
@@ -172,6 +185,7 @@ class Run:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.env, splits = load_splits(cfg)
+        judge_key(cfg)
         self.h0 = read_file(cfg.harness or str(self.env.h0))
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
         self.budget()                                                           # refuses a schedule of no steps
@@ -179,7 +193,8 @@ class Run:
         self.dir = RunDir(cfg.run_dir, identity={
             "config": {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME},
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
-                       "model": hash_model(cfg.model), "h0": sha256(self.h0)}})
+                       "model": hash_model(cfg.model), "h0": sha256(self.h0),
+                       **{path.name: hash_model(str(path)) for path in self.env.files}}})
         self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
             self._load_parts()
@@ -188,6 +203,8 @@ class Run:
         cfg, state = self.cfg, self.state
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
+        if cfg.judge_url:
+            self.env.judge = Judge(cfg.judge_url, cfg.judge_model, judge_key(cfg), cache_path=self.dir.path / "judge.jsonl")
         self.sandbox = Sandbox(waive=cfg.waived_layers)
         layers = self.sandbox.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
@@ -252,7 +269,17 @@ class Run:
                         prompt_tok=sum(trace.n_prompt_tok for trace in traces),
                         completion_tok=sum(trace.n_tok for trace in traces),
                         tool_calls=sum(trace.n_tool_calls for trace in traces))
+        self.tell_judge()
         return traces
+
+    def tell_judge(self) -> None:
+        """Says what the judge did since the last time: an unanswered question was decided by exact match."""
+        judge = getattr(self.env, "judge", None)
+        if judge and (judge.n_asked or judge.n_cached):
+            self.dir.log("judge", f"judge: asked {judge.n_asked}, of which without a verdict {judge.n_failed}; remembered "
+                         f"{judge.n_cached}" + (f"; last failure: {judge.last_error}" if judge.n_failed else ""),
+                         asked=judge.n_asked, failed=judge.n_failed, cached=judge.n_cached)
+            judge.n_asked = judge.n_failed = judge.n_cached = 0
 
     def serve_weights(self) -> None:
         """The engine serves the trainer's weights, bit for bit, or the run stops."""
@@ -431,11 +458,21 @@ def load_split(env, value: str) -> list[Task]:
 
 def load_splits(cfg: Config) -> tuple:
     """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    env, embedded = ENVS[cfg.domain](), ROOT / "embedded" / cfg.domain
+    env = ENVS[cfg.domain](cfg.retriever) if cfg.domain == "search" else ENVS[cfg.domain]()
+    embedded = ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
     check_disjoint(**splits)
     return env, splits
+
+
+def judge_key(cfg: Config) -> str | None:
+    """The judge's key from the environment, where it is the only place of a key; checks the judge's flags."""
+    if bool(cfg.judge_url) != bool(cfg.judge_model):
+        raise UsageError("--judge-url and --judge-model go together")
+    if (cfg.judge_url or cfg.retriever) and cfg.domain != "search":
+        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
+    return os.environ.get("WHALE_JUDGE_KEY") or None
 
 
 def hash_tasks(tasks: list[Task]) -> str:

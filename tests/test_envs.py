@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import envs
-from envs import DataError, MathEnv, Task, check_disjoint, load_tasks, verify_cases
+import math_answer
+from envs import MathEnv, verify_cases
+from tasks import DataError, Task, Verdict, check_disjoint, load_tasks
 
 SHARED = Path(__file__).parents[2] / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real samples are not part of the project")
@@ -20,8 +21,8 @@ def reward(answer: str, reference: str) -> float:
     return verdict(rf"So it is \boxed{{{answer}}}.", reference).reward
 
 
-def verdict(reply: str | None, reference: str) -> envs.Verdict:
-    return MathEnv.verify(Task("t", {"question": "?"}, reference, "test"), reply)
+def verdict(reply: str | None, reference: str) -> Verdict:
+    return MathEnv().verify(Task("t", {"question": "?"}, reference, "test"), reply)
 
 
 # ---- verifier: values ----
@@ -198,7 +199,7 @@ def test_any_text_gets_a_verdict(answer, reference):
 @given(LATEX)
 @settings(max_examples=200, deadline=None)
 def test_what_can_be_boxed_equals_itself(text):
-    boxed = envs.last_box(rf"\boxed{{{text}}}")
+    boxed = math_answer.last_box(rf"\boxed{{{text}}}")
     if boxed == text and text.strip():
         assert reward(text, text) == 1
 
@@ -243,11 +244,10 @@ def write(path: Path, *rows: dict | str) -> Path:
     ("svamp.json", 500, "chal-1", "51"), ("mawps_asdiv_train.jsonl", 2727, "mawps_asdiv_train-1", "504"),
 ])
 def test_real_files_load(file, n, first_id, first_answer, caplog):
-    tasks = MathEnv.load(SHARED / "data" / file)
+    tasks = MathEnv().load(SHARED / "data" / file)
     assert (len(tasks), tasks[0].id, tasks[0].answer) == (n, first_id, first_answer)
     assert len({task.id for task in tasks}) == n
     for task in tasks:
-        assert tuple(task.fields) == MathEnv.field_names
         assert not any(sentence in task.fields["question"] for sentence in MathEnv.foreign_instructions)
         assert "####" not in task.answer
     if file.startswith("deepscaler"):                   # 1,209 rows: nothing is dropped unsaid
@@ -259,7 +259,7 @@ def test_real_files_load(file, n, first_id, first_answer, caplog):
 @needs_shared
 def test_real_references_differ_from_each_other():
     """Equality is not so lenient that another task's answer will do."""
-    answers = {task.answer for task in MathEnv.load(SHARED / "data" / "math500.jsonl")}
+    answers = {task.answer for task in MathEnv().load(SHARED / "data" / "math500.jsonl")}
     answers = sorted(answer for answer in answers if not answer.isdigit())
     hits = [(a, b) for i, a in enumerate(answers) for b in answers[:i] if reward(a, b)]
     assert len(answers) > 100 and hits == [(r"\frac{1}{4}", r"\frac14")]
@@ -273,7 +273,7 @@ def test_shared_cases():
 
 def test_own_format_round_trip(tmp_path):
     row = {"id": "n-1", "question": " 1 + 1? ", "answer": "2", "source": "nano"}
-    assert MathEnv.load(write(tmp_path / "own.jsonl", row, "")) == [Task("n-1", {"question": "1 + 1?"}, "2", "nano")]
+    assert MathEnv().load(write(tmp_path / "own.jsonl", row, "")) == [Task("n-1", {"question": "1 + 1?"}, "2", "nano")]
 
 
 @pytest.mark.parametrize(("rows", "said"), [
@@ -307,7 +307,7 @@ def test_own_format_round_trip(tmp_path):
 def test_a_broken_row_is_named(tmp_path, rows, said):
     path = write(tmp_path / "broken.jsonl", *rows)
     with pytest.raises(DataError) as error:
-        MathEnv.load(path)
+        MathEnv().load(path)
     assert str(path) in str(error.value) and said in str(error.value)
 
 
@@ -322,18 +322,18 @@ def test_a_broken_row_is_named(tmp_path, rows, said):
 def test_a_broken_file_is_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
-        MathEnv.load(tmp_path / name)
+        MathEnv().load(tmp_path / name)
     assert name in str(error.value) and said in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DataError, match="nothing.jsonl: cannot be read"):
-        MathEnv.load(tmp_path / "nothing.jsonl")
+        MathEnv().load(tmp_path / "nothing.jsonl")
 
 
 def test_csv_loads_with_line_breaks_in_a_field(tmp_path):
     (tmp_path / "a.csv").write_text('\ufeffquestion,answer\n"one\nand one?",2\nthree?,3\n', encoding="utf-8")
-    assert [(t.id, t.fields["question"]) for t in MathEnv.load(tmp_path / "a.csv")] == [("a-1", "one\nand one?"),
+    assert [(t.id, t.fields["question"]) for t in MathEnv().load(tmp_path / "a.csv")] == [("a-1", "one\nand one?"),
     ("a-2", "three?")]
 
 
@@ -341,7 +341,7 @@ def test_repeated_questions_are_dropped_and_counted(tmp_path, caplog):
     rows = (("One?", "1"), ("one? ", "1"), ("ONE?", "2"), ("Two?", "2"))
     path = write(tmp_path / "a.jsonl", *({"question": question, "answer": answer} for question, answer in rows))
     with caplog.at_level(logging.WARNING, logger="whale"):
-        assert [task.id for task in MathEnv.load(path)] == ["a-1", "a-4"]
+        assert [task.id for task in MathEnv().load(path)] == ["a-1", "a-4"]
     assert "2 tasks; dropped: 1 x repeated question; 1 x repeated question with another answer" in caplog.text
 
 
@@ -368,4 +368,4 @@ def test_verify_cases_reports_misses_and_refuses_bad_files(tmp_path):
 
 def test_only_parquet_needs_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    assert load_tasks(write(tmp_path / "a.jsonl", {"question": "q", "answer": "1"}), MathEnv)
+    assert load_tasks(write(tmp_path / "a.jsonl", {"question": "q", "answer": "1"}), MathEnv())

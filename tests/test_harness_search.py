@@ -20,8 +20,10 @@ import harness_search as hs
 import nano
 import proposers
 from engine import TransformersEngine
-from envs import MathEnv, Task
+from envs import MathEnv
+from tasks import Task
 from gates import ForbiddenText
+from nano_worlds import MathWorld, demonstrate
 from harness_search import Candidate, Outcome, ProposalRequest, Score, Search, SearchError
 from rollout import RolloutConfig, run
 from sandbox import Sandbox
@@ -40,7 +42,7 @@ def model_dir(tmp_path_factory):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rng, folder = random.Random(0), tmp_path_factory.mktemp("model")
-    texts = [turn["content"] for _ in range(200) for turn in nano.demonstrate(rng, nano.sample_problem(rng))]
+    texts = [turn["content"] for _ in range(200) for turn in demonstrate(rng, MathWorld(), MathWorld().sample(rng))]
     nano.train_tokenizer(iter(texts)).save_pretrained(folder)
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(
@@ -63,7 +65,7 @@ def sandbox():
 
 def make_tasks(n: int, name: str = "harness") -> list[Task]:
     rng = random.Random(name)
-    problems = nano.sample_problems(rng, n, set())
+    problems = list({p.question: p for p in (MathWorld().sample(rng) for _ in range(2 * n))}.values())[:n]
     return [Task(f"math-{name}-{i}", {"question": p.question}, p.answer, "nano-math") for i, p in enumerate(problems)]
 
 
@@ -215,10 +217,9 @@ def test_a_template_with_tags_does_not_blind_the_echo(words, engine, sandbox):
 @pytest.mark.parametrize("phrase, probe", [("", "silent"), ("I don't know", "unsure"), ("\\boxed{", "spray")])
 def test_a_lax_verifier_is_found(phrase, probe, engine, sandbox):
     class LaxEnv(MathEnv):
-        @staticmethod
-        def verify(task, reply):
+        def verify(self, task, reply, state=None):
             hit = phrase in reply and bool(reply) == bool(phrase) and (phrase != "\\boxed{" or task.answer in reply)
-            return replace(MathEnv.verify(task, reply), reward=float(hit))
+            return replace(super().verify(task, reply), reward=float(hit))
 
     probes = check(H0, engine, sandbox, env=LaxEnv())
     assert (probes[-1].name, probes[-1].passed) == (f"null model: {probe}", False)
@@ -292,7 +293,7 @@ def test_score_key(tmp_path, engine, sandbox):
 def test_denominators_count_what_failed(tmp_path, engine, sandbox):
     """A model that is always right, under a harness that fails where the answer is odd."""
     def oracle(prompt: str) -> str:
-        return next(MathEnv.perfect_reply(task) for task in TASKS if task.fields["question"] in prompt)
+        return next(MathEnv().perfect_reply(task) for task in TASKS if task.fields["question"] in prompt)
 
     fails = harness(f"reply = {ASK}\nif reply.content[-2] in '13579':\n    1 / 0")
     search = make_search(tmp_path, gates.ScriptedEngine(engine.tokenizer, oracle), sandbox,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine import Completion, TransformersEngine, load_tokenizer
-from envs import MathEnv, Task
+from envs import MathEnv
+from tasks import Task
 from rollout import (
     Call, Prompter, RolloutConfig, Trace, derive_seed, parse_tool_calls, run, summarise,
 )

@@ -233,7 +233,7 @@ def test_a_cut_checkpoint_is_named(whole, tmp_path):
 
 def test_no_prompt_twice_before_all_once():
     """Through batches, phases and epochs; and the order drawn in one go equals the order drawn in pieces."""
-    tasks = MathEnv.load(DATA / "train.jsonl")[:30]
+    tasks = MathEnv().load(DATA / "train.jsonl")[:30]
     whole = sample_tasks(tasks, 5, 0, 90)
     pieces = [task for start, n in ((0, 7), (7, 7), (14, 50), (64, 26)) for task in sample_tasks(tasks, 5, start, n)]
     assert whole == pieces
