@@ -29,13 +29,13 @@ from gates import ForbiddenText, check_harness
 from harness_search import SearchError, bootstrap_ci
 from jail import LAYERS
 from rft import CheckpointError
-from retriever import RetrieverError
+from retriever import RetrieverDown, RetrieverError
 from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
 from whale import (
-    CHOICES, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config, train_whale)
+    CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config, train_whale)
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -63,7 +63,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     preset = args.preset or Config(domain=domain).preset
     given = {knob.name: getattr(args, knob.name) for knob in fields(Config)
              if knob.name != "domain" and getattr(args, knob.name) is not None}
-    cfg = Config(**{"domain": domain, **PRESETS[preset][domain], **given, "preset": preset})
+    cfg = Config(**{"domain": domain, **PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {}), **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1)):
         if getattr(cfg, name) < least:
@@ -101,6 +101,7 @@ def open_parts(args: argparse.Namespace):
     cfg = resolve_config(args, args.domain)
     env, splits = load_splits(cfg)
     source = read_file(cfg.harness or str(env.h0))
+    env.open()
     engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
@@ -218,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.command(args)
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
-            RetrieverError) as error:
+            RetrieverError, RetrieverDown) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

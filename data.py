@@ -125,9 +125,9 @@ def look(env, row: Row, name: str) -> tuple[str, str, Task | None, str]:
 
 def own_form(env, row: Row, name: str, task: Task) -> dict:
     """A row in WHALE's form. Ids begin with their source: FlashRAG numbers each of its sets from test_0."""
-    if env.name == "chess":
-        return {"id": task.id, "fen": row.text("FEN"), "moves": row.text("Moves"), "source": task.source}
     task_id = task.id if task.id.startswith((name, task.source)) else f"{task.source}-{task.id}"
+    if env.name == "chess":
+        return {"id": task_id, "fen": row.text("FEN"), "moves": row.text("Moves"), "source": task.source}
     answer = list(task.answers) if env.name == "search" else task.answer
     return {"id": task_id, "question": task.fields["question"], "answer": answer, "source": task.source}
 

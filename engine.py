@@ -185,7 +185,7 @@ class SlotCache:
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         for store in (self.keys, self.values):
             for layer in store:
-                layer[targets, :, :length] = layer[source, :, :length]
+                layer[targets, :, :length] = layer[source, :, :length].clone()      # torch refuses overlapping views
 
     def grow(self, width: int) -> None:
         """Makes room for `width` columns, at least doubling, so that growing stays rare."""

@@ -47,6 +47,9 @@ class Env:
         right = self.verify(task, self.perfect_reply(task)).reward
         return "" if right else f"{str(task.answer)[:80]!r} does not verify against itself"
 
+    def open(self) -> None:
+        """Makes ready, or refuses, what the tools need, before a model is loaded."""
+
     def start(self, task: Task) -> tuple[object, dict[str, str]]:
         """-> what a rollout's tools remember (None: nothing), and what the harness's run(task) gets."""
         return None, task.fields
@@ -74,7 +77,7 @@ class MathEnv(Env):
     )
 
     def read(self, row: Row, stem: str) -> Task:
-        """One row; its columns tell the format: verl (DAPO, DeepScaleR), SVAMP, MATH, AIME, or WHALE, GSM8K, MAWPS."""
+        """One row; its columns tell the format: verl (DAPO, DeepScaleR), SVAMP, MATH and AIME, or WHALE, GSM8K, MAWPS."""
         if "prompt" in row.cells:
             match row.get("prompt"):
                 case [{"content": str(question)}]:
@@ -86,8 +89,9 @@ class MathEnv(Env):
         elif "Body" in row.cells:
             question, answer = f"{row.text('Body')} {row.text('Question')}", row.text("Answer", or_number=True)
         else:
-            question = row.text("problem" if "problem" in row.cells else "question")
-            answer = row.text("answer", or_number=True).rpartition("####")[2].strip()    # GSM8K's mark
+            question = row.text(next((key for key in ("problem", "Problem") if key in row.cells), "question"))
+            answer = row.text("Answer" if "Answer" in row.cells else "answer", or_number=True)
+            answer = answer.rpartition("####")[2].strip()                                # GSM8K's mark
         if not question or not answer and "prompt" not in row.cells:
             raise row.error("answer" if question else "prompt", "is empty but for the format")
         return Task(task_id(row, stem), {"question": question}, answer, task_source(row, stem))
@@ -121,21 +125,20 @@ class SearchEnv(Env):
     def __init__(self, retriever: str = "", judge: Judge | None = None):
         """`retriever`: URLs of servers, or a corpus file; "" is the embedded corpus, read on first use."""
         self.spec, self.retriever, self.judge = retriever or str(self.corpus), None, judge
-        if not self.spec.startswith(("http://", "https://")):
+        if self.spec.startswith(("http://", "https://")):
+            self.retriever = open_retriever(self.spec)  # asks nothing yet
+        else:
             self.files = (Path(self.spec),)
+            self.files[0].open().close()
         self.found: dict[tuple[str, int], list] = {}    # (query, topk) -> documents: the samples of a task ask the same
 
     def read(self, row: Row, stem: str) -> Task:
         """One row of Search-R1's, FlashRAG's, NQ-open, TriviaQA, PopQA, HotpotQA, 2Wiki, MuSiQue or Bamboogle files."""
-        question = row.cells.get("question")
-        question = question if question is not None else row.text("query")
         try:
             golds = golds_of(row.cells)
         except ValueError as error:
             raise DataError(f"{row.where}: {error}") from None
-        if not isinstance(question, str) or not question.strip():
-            raise row.error("question", "must be text that is not empty")
-        return Task(task_id(row, stem), {"question": question.strip()}, golds, task_source(row, stem))
+        return Task(task_id(row, stem), {"question": row.text("question")}, golds, task_source(row, stem))
 
     def read_case(self, row: Row) -> Task:
         try:
@@ -149,9 +152,13 @@ class SearchEnv(Env):
     def start(self, task: Task) -> tuple[list[str], dict[str, str]]:
         return [], task.fields                          # the passages that this rollout has seen
 
+    def open(self) -> None:
+        """RetrieverDown if a server does not answer."""
+        self.retriever = self.retriever or open_retriever(self.spec)
+        self.retriever.search(["a question"], 1)
+
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
-        if self.retriever is None:
-            self.retriever = open_retriever(self.spec)
+        self.retriever = self.retriever or open_retriever(self.spec)
         new = sorted({(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys())
         for topk in sorted({topk for topk, _ in new}):
             queries = [query for k, query in new if k == topk]

@@ -217,7 +217,8 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
     if "python" in env.tools:                               # elsewhere prompts rightly hold what may be the answer
         yield "copy", copy                                  # takes the last number that the harness put into the prompt
-    yield "spray", lambda prompt: " ".join([*(box(task.answer) for task in tasks), box("987654321")])
+    wrong = box("987654321")                                 # not first, and not last: neither may count for luck
+    yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in tasks), wrong])
 
 
 class ScriptedEngine:

@@ -12,114 +12,13 @@ import random
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from envs import ENVS
 from gates import program_of
 from harness_search import Candidate, ProposalRequest, select_best
+from mechanisms import SAID, Mechanism, mechanisms_of, n_calls, render
 from rollout import derive_seed
 
-@dataclass(frozen=True)
-class Mechanism:
-    """One thing that a harness can do about some kinds of failure (words of Trace.failure)."""
-    name: str
-    cures: str
-    claim: str                          # for the hypothesis: "<counted failures>; <claim>, at most half as many will"
-    n_extra_calls: int = 0              # model calls that it needs beyond h0's two
-    group: str = ""                     # a harness has at most one mechanism of a group
-
-
-SAID = {
-    "call_limit": "were still calling the tool at the end", "malformed_call": "ended in a malformed call",
-    "no_answer": "gave no readable answer and no call", "no_tool_wrong_answer": "were wrong without the tool",
-    "no_answer_after_tool": "gave no readable answer after an output", "wrong_answer": "were wrong after an output",
-    "tool_error": "were wrong after code that failed"}
-MATH_MECHANISMS = (
-    Mechanism("calls_4", "call_limit", "4 model calls", group="calls"),
-    Mechanism("calls_6", "call_limit", "6 model calls", group="calls"),
-    Mechanism("calls_3", "call_limit", "3 model calls", group="calls"),
-    Mechanism("repair_call", "malformed_call", "malformed calls sent back in words", 1),
-    Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "the tool asked for if the first reply has no call", 1),
-    Mechanism("careful_reminder", "no_answer_after_tool wrong_answer",
-              "a turn after each output that says to go on or else to box the answer", 1, "reminder"),
-    Mechanism("careful_reminder_in_output", "no_answer_after_tool wrong_answer",
-              "a line in each output that says to go on or else to box the answer", 1, "reminder"),
-    Mechanism("blunt_reminder", "no_answer_after_tool",
-              "a turn after each output that says to box the answer", group="reminder"),
-    Mechanism("blunt_reminder_in_output", "no_answer_after_tool",
-              "a line in each output that says to box the answer", group="reminder"),
-    Mechanism("ask_for_box", "no_answer_after_tool no_answer", "a missing box asked for once", 1),
-    Mechanism("explain_error", "tool_error", "a turn that says so when the code failed", 1),
-    Mechanism("system_tool", "no_tool_wrong_answer no_answer", "a system prompt that asks for the tool"),
-    Mechanism("checklist", "wrong_answer no_answer_after_tool", "a checklist below the question"),
-    Mechanism("steps", "wrong_answer", "one step a call asked for", 1),
-)
-CAREFUL = "If more steps are needed, call the python tool again; otherwise give the final answer in \\boxed{}."
-BLUNT = "Now give the final answer in \\boxed{}."
-# What to say to a reply without a well-formed call: mechanism -> constant, text, when.
-ANSWERS = {
-    "repair_call": ("REPAIR", "The tool call could not be read. Send it again as valid JSON.",
-                    '"<tool_call>" in reply.content:                      # a call that could not be read'),
-    "ask_for_tool": ("ASK_FOR_TOOL", "Please use the python tool to compute.", "turn == 0:"),
-    "ask_for_box": ("ASK_FOR_BOX",
-                    "If you are not done, go on with the next step; otherwise give the final answer in \\boxed{}.",
-                    '"\\\\boxed{" not in reply.content and messages[-2]["content"] != ASK_FOR_BOX:    # once'),
-}
-
-
-def render_math(has: frozenset[str], heading: str) -> str:
-    """The harness file that has these mechanisms; with none of them it is h0."""
-    answers = [answer for name, answer in ANSWERS.items() if name in has]
-    reminders = [name for name in has if "reminder" in name]
-    lines = (["Use the python tool for every calculation."] * ("checklist" in has)
-             + ["Work step by step, one tool call for each step."] * ("steps" in has)
-             + ["Put your final answer in \\boxed{{}}."])
-    constants = {
-        "SYSTEM_PROMPT": "Always use the python tool to compute." if "system_tool" in has else "",
-        "USER_PROMPT": "{question}\n\n" + ("- " + "\n- ".join(lines) if "checklist" in has else " ".join(lines)),
-        "MAX_CALLS": n_calls(has), **{constant: text for constant, text, _ in answers}}
-    if reminders:
-        constants["REMINDER"] = CAREFUL if "careful" in reminders[0] else BLUNT
-    if "explain_error" in has:
-        constants["ERROR"] = "The code failed. Fix the error and call the python tool again."
-
-    branches = "".join(f'            {"elif" if i else "if"} {test}\n                messages += chat("", {constant})\n'
-                       for i, (constant, _, test) in enumerate(answers))
-    ending = "            return"
-    if answers:
-        ending = branches + "            else:\n                return\n            continue"
-    output, after = "output", ""
-    if "ERROR" in constants:
-        after = '        if not output.ok:\n            messages += chat("", ERROR)\n'
-    if reminders and "in_output" in reminders[0]:
-        output = 'f"{output}\\n\\n{REMINDER}"' + (" if output.ok else output" if after else "")
-    elif reminders:
-        after += ("        else:\n    " if after else "") + '        messages += chat("", REMINDER)\n'
-    assignments = "\n".join(f"{name} = {json.dumps(value)}" for name, value in constants.items())
-    return f'''"""{heading}"""
-
-from harness_api import PYTHON, chat, generate, python, tool_result
-
-{assignments}
-
-
-def run(task):
-    messages = chat(SYSTEM_PROMPT, USER_PROMPT.format(**task))
-    for {"turn" if "ask_for_tool" in has else "_"} in range(MAX_CALLS):
-        reply = yield generate(messages, tools=[PYTHON])
-        messages.append(reply.message)
-        if not reply.tool_calls:
-{ending}
-        for call in reply.tool_calls:
-            output = yield python(call.arguments.get("code", ""))
-            messages.append(tool_result(call, {output}))
-{after}'''
-
-
-DOMAINS = {"math": (MATH_MECHANISMS, render_math)}
-
-
-def n_calls(has: frozenset[str]) -> int:
-    return next((int(name[6:]) for name in has if name.startswith("calls_")), 2)
 
 
 def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mechanism]) -> frozenset[str]:
@@ -136,7 +35,7 @@ def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mech
 def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     """M new harnesses from the archive's best, deterministic for a seed. Each slot takes the mechanism for the kinds of
     failure that are most frequent in the best's traces and that no earlier slot took up; the last combines several."""
-    mechanisms, render = DOMAINS[request.domain]
+    mechanisms, h0 = mechanisms_of(request.domain), ENVS[request.domain].h0.read_text(encoding="utf-8")
     known = {mechanism.name: mechanism for mechanism in mechanisms}
     cures = {mechanism.name: set(mechanism.cures.split()) for mechanism in mechanisms}
     best, rng = select_best(list(request.history)), random.Random(derive_seed(*request.seed))
@@ -144,7 +43,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     rows = (request.folder / parent.name / "traces.jsonl").read_text(encoding="utf-8").splitlines()
     failures = Counter(json.loads(row)["failure"] for row in rows)
     base, origin = frozenset(parent.mechanisms), ""
-    if not base <= known.keys() or program_of(render(base, "")) != program_of(parent.source):
+    if not base <= known.keys() or program_of(render(request.domain, base, "", h0)) != program_of(parent.source):
         base, origin = frozenset(), f"(from h0's structure, as the mechanisms of {parent.name} are not known) "
     scored = {o.candidate.name: (set(o.candidate.mechanisms), o.score.mean) for o in request.history if o.score}
     tried = [(*scored[o.candidate.parent], *scored[o.candidate.name])
@@ -172,7 +71,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
             several += rank(set(several))[:1]
         yield from ((several[:n], []) for n in (3, 2, 4))
         for _ in range(1000):
-            yield rng.sample(list(known), rng.randint(2, 5)), []
+            yield rng.sample(list(known), min(len(known), rng.randint(2, 5))), []
 
     def explain(added: list[str], removed: list[str]) -> str:
         """A hypothesis that the counts in the new candidate's score.json can prove wrong."""
@@ -192,7 +91,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
             has = add_mechanisms(base - set(removed), added, known)
             changed = [name for name in known if name in has - base]
             hypothesis = explain(changed, removed)
-            source = render(has, textwrap.fill(f"From {parent.name} by rule: {hypothesis}.", 116))
+            source = render(request.domain, has, textwrap.fill(f"From {parent.name} by rule: {hypothesis}.", 116), h0)
             if program_of(source) not in taken:
                 taken.add(program_of(source))
                 used |= set(changed)

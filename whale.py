@@ -116,19 +116,16 @@ class Config:
         return tuple(filter(None, self.waive.split(",")))
 
 
-TINY = dict(
-    model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
-    max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-    micro_tok=4096, autocast_bf16=False)
 PRESETS = {
-    "paper": {                              # the table of the paper; the defaults of Config are its column for math
-        "math": {},
-        "search": {},
-        "chess": dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18)},
-    "tiny": {
-        "math": TINY,
-        "search": TINY,
-        "chess": TINY | dict(epochs=0.25, max_calls=12, max_len=1536)},
+    "paper": {},                            # the table of the paper; the defaults of Config are its column for math
+    "tiny": dict(
+        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
+        max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
+        micro_tok=4096, autocast_bf16=False),
+}
+DOMAIN_PRESETS = {                          # where a domain differs
+    ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
+    ("tiny", "chess"): dict(epochs=0.25, max_calls=12, max_len=1536),
 }
 CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
@@ -185,7 +182,6 @@ class Run:
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.env, splits = load_splits(cfg)
-        judge_key(cfg)
         self.h0 = read_file(cfg.harness or str(self.env.h0))
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
         self.budget()                                                           # refuses a schedule of no steps
@@ -204,7 +200,8 @@ class Run:
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
         if cfg.judge_url:
-            self.env.judge = Judge(cfg.judge_url, cfg.judge_model, judge_key(cfg), cache_path=self.dir.path / "judge.jsonl")
+            self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
+        self.env.open()
         self.sandbox = Sandbox(waive=cfg.waived_layers)
         layers = self.sandbox.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
@@ -458,7 +455,12 @@ def load_split(env, value: str) -> list[Task]:
 
 def load_splits(cfg: Config) -> tuple:
     """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    env = ENVS[cfg.domain](cfg.retriever) if cfg.domain == "search" else ENVS[cfg.domain]()
+    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
+        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
+    try:
+        env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--retriever or --judge-url: {error}") from None
     embedded = ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
@@ -466,13 +468,12 @@ def load_splits(cfg: Config) -> tuple:
     return env, splits
 
 
-def judge_key(cfg: Config) -> str | None:
-    """The judge's key from the environment, where it is the only place of a key; checks the judge's flags."""
+def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
+    """The judge that the flags name, with the key that only the environment holds."""
     if bool(cfg.judge_url) != bool(cfg.judge_model):
         raise UsageError("--judge-url and --judge-model go together")
-    if (cfg.judge_url or cfg.retriever) and cfg.domain != "search":
-        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
-    return os.environ.get("WHALE_JUDGE_KEY") or None
+    key = os.environ.get("WHALE_JUDGE_KEY") or None
+    return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
 
 
 def hash_tasks(tasks: list[Task]) -> str:

@@ -441,7 +441,7 @@ def test_chess_splits(tmp_path):
     splits = {split: ENVS["chess"]().load(tmp_path / "a" / f"{split}.jsonl") for split in ("train", "harness", "test")}
     check_disjoint(**splits)
     assert [len(tasks) for tasks in splits.values()] == [20, 5, 10]
-    by_id = {row["PuzzleId"]: row for row in rows}
+    by_id = {f"lichess-{row['PuzzleId']}": row for row in rows}
     for split in splits:
         for row in read(tmp_path / "a", split):
             given = by_id[row["id"]]

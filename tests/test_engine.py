@@ -50,6 +50,17 @@ def test_mixed_lengths_equal_transformers_greedy(engine, reference):
         assert done[i].ids == ids[len(prompt):]
 
 
+@pytest.mark.parametrize("length", [2, 255, 256, 257, 300])
+def test_equal_prompts_that_fill_the_cache(length):
+    """Copies of a row at every relation of a prompt's length to the width of the cache (256 columns at first)."""
+    engine = TransformersEngine(MODEL, n_rows=4, max_len=512)
+    prompt = (random_prompts(1, 60)[0] * 150)[:length]
+    for i in range(4):
+        engine.submit(i, prompt, SamplingParams(max_tokens=4, seed=7, temperature=1.0))
+    done = drain(engine)
+    assert len({tuple(done[i].ids) for i in range(4)}) == 1 and len(done[0].ids) >= 1
+
+
 def test_logits_of_a_row_do_not_depend_on_its_batch(engine, reference):
     """Row alone = row in a batch of other lengths = the bare model, to rounding."""
     prompts = random_prompts(6)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import gates
+import mechanisms
 import harness_search as hs
 import nano
 import proposers
@@ -537,7 +538,7 @@ def test_a_candidate_changed_after_it_was_proposed_is_refused(tmp_path, engine, 
 
 FAILURES = {"call_limit": 61, "malformed_call": 40, "no_answer_after_tool": 33, "no_tool_wrong_answer": 20,
             "wrong_answer": 30, "token_limit": 12, "solved": 60}
-KNOWN = {mechanism.name: mechanism for mechanism in proposers.MATH_MECHANISMS}
+KNOWN = {mechanism.name: mechanism for mechanism in mechanisms.mechanisms_of("math")}
 
 
 def write_traces(folder: Path, failures: dict[str, int]) -> None:
@@ -573,8 +574,8 @@ def test_rules_never_repeat_a_program(m, tmp_path):
         assert (why, gates.lint(tree), gates.find_literals(tree, FORBIDDEN)) == ("", "", "")
         assert set(candidate.mechanisms) <= KNOWN.keys() and "\n" not in candidate.hypothesis
         needed = 2 + sum(KNOWN[name].n_extra_calls for name in candidate.mechanisms)
-        assert f"MAX_CALLS = {proposers.n_calls(candidate.mechanisms)}\n" in candidate.source
-        assert proposers.n_calls(candidate.mechanisms) >= min(6, needed)
+        assert f"MAX_CALLS = {mechanisms.n_calls(candidate.mechanisms)}\n" in candidate.source
+        assert mechanisms.n_calls(candidate.mechanisms) >= min(6, needed)
         for group in ("calls", "reminder"):
             assert sum(KNOWN[name].group == group for name in candidate.mechanisms) <= 1
 
@@ -589,7 +590,7 @@ def test_slots_follow_the_counted_failures(tmp_path):
         cited = {word for name in candidate.mechanisms for word in KNOWN[name].cures.split()}
         total = sum(FAILURES.get(word, 0) for word in cited)
         assert candidate.hypothesis.endswith(f"at most {total // 2} will")
-        assert all(f"{FAILURES[word]} {proposers.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
+        assert all(f"{FAILURES[word]} {mechanisms.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
 
 
 def test_later_rounds_build_on_the_best_and_may_take_away(tmp_path):
@@ -606,7 +607,7 @@ def test_a_foreign_incumbent_is_said_to_be_unknown(tmp_path):
 
 
 def test_rendering_without_mechanisms_is_h0():
-    assert proposers.render_math(frozenset(), "x").partition('"""\n\n')[2] == H0.partition('"""\n\n')[2]
+    assert mechanisms.render("math", frozenset(), "x").partition('"""\n\n')[2] == H0.partition('"""\n\n')[2]
 
 
 def test_rules_do_not_depend_on_the_hash_seed(tmp_path):
@@ -628,7 +629,7 @@ def talk(has: frozenset[str], replies: list[str], engine, sandbox) -> tuple[str,
         return left.pop(0)
 
     scripted, cfg = gates.ScriptedEngine(engine.tokenizer, model), replace(CFG, max_assistant_tok=10_000)
-    [trace] = run(scripted, MathEnv(), sandbox, proposers.render_math(has, "x"), TASKS[:1], 1, (0,), cfg)
+    [trace] = run(scripted, MathEnv(), sandbox, mechanisms.render("math", has, "x"), TASKS[:1], 1, (0,), cfg)
     assert trace.status == "ok"
     return prompts[-1], left
 
@@ -644,8 +645,8 @@ BOX = "\\boxed{42}"
     ("calls_6", [CALL] * 5 + [BOX], ""),
     ("repair_call", ["<tool_call>print(1)</tool_call>", CALL, BOX], "The tool call could not be read."),
     ("ask_for_tool", [BOX, CALL, BOX], "Please use the python tool"),
-    ("ask_for_box", ["It is 42.", BOX], "If you are not done"),
-    ("ask_for_box", ["It is 42.", "Yes, 42."], "If you are not done"),                  # once only
+    ("ask_for_form", ["It is 42.", BOX], "If you are not done"),
+    ("ask_for_form", ["It is 42.", "Yes, 42."], "If you are not done"),                  # once only
     ("explain_error", [FAILING, CALL, BOX], "The code failed."),
     ("careful_reminder", [CALL, BOX], "</tool_response><|im_end|>\n<|im_start|>user\nIf more steps are needed"),
     ("careful_reminder_in_output", [CALL, BOX], "42\n\nIf more steps are needed"),

@@ -81,6 +81,65 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert versions == {rows(whole)[2]["version"]}, "the search scores on the weights of the last weight step"
 
 
+@pytest.mark.parametrize("domain", ["search", "chess"])
+def test_the_other_domains_run_and_repeat(domain, tmp_path):
+    """The same twice, bit for bit, though tools answer in threads of their own; the second is killed once."""
+    data = ROOT / "embedded" / domain
+    small = ["--cycles", "1", "--epochs", "0.25", "--train", f"{data}/train.jsonl[:128]",
+             "--prompt-batch", "16", "--iterations", "2", "--n-eval", "1", "--harness-set", f"{data}/harness.jsonl[:16]",
+             "--test", f"{data}/test.jsonl[:16]", "--out", tmp_path]
+    code, output = call(domain, *small, "--name", "a")
+    assert code == 0, output
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["complete"] and summary["domain"] == domain and summary["weight_steps"] == 2
+    process = start(domain, *small, "--name", "b")
+    while not (tmp_path / "b/weights/step_000001").exists() and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert call(domain, *small, "--name", "b")[0] == 0
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    kinds = {json.loads(line)["failure"] for line in (tmp_path / "a/harness/cycle_01/h0/traces.jsonl").read_text().splitlines()}
+    assert kinds & ({"wrong_move", "malformed_move", "illegal_move"} if domain == "chess" else {"call_limit", "no_answer",
+                    "not_retrieved", "wrong_answer", "no_tool_wrong_answer", "malformed_call", "token_limit"})
+
+
+def test_a_changed_corpus_is_refused(tmp_path):
+    data = ROOT / "embedded" / "search"
+    corpus = tmp_path / "corpus.jsonl"
+    shutil.copy(data / "corpus.jsonl", corpus)
+    flags = ["search", *SMALL, "--train", f"{data}/train.jsonl[:64]", "--harness-set", f"{data}/harness.jsonl[:16]", "--test",
+             f"{data}/test.jsonl[:16]", "--epochs", "0.5", "--out", tmp_path, "--name", "a", "--retriever", corpus]
+    assert call(*flags, "--method", "weight", "--rollouts", "128")[0] == 0
+    with open(corpus, "a") as file:
+        file.write('{"id": "new", "contents": "\\"New\\"\\nA new passage."}\n')
+    code, output = call(*flags, "--method", "weight", "--rollouts", "128")
+    assert code == 2 and "corpus.jsonl" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["math", "--retriever", "x"], "--retriever are for search"), (["search", "--judge-url", "http://x"], "go together"),
+    (["search", "--retriever", "nowhere.jsonl"], "nowhere.jsonl"), (["chess", "--judge-url", "u", "--judge-model", "m"], "for search"),
+    (["search", "--retriever", "http://"], "http"), (["search", "--judge-url", "ftp://x", "--judge-model", "m"], "ftp://x"),
+])
+def test_flags_of_search_are_checked_before_a_model_is_loaded(flags, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("whale.TransformersEngine", None)
+    code, output = call(*flags, "--out", tmp_path)
+    assert code in (1, 2) and words in output and "Traceback" not in output and not list(tmp_path.iterdir())
+
+
+def test_verify_explains_each_domain(tmp_path):
+    (tmp_path / "r").write_text("<answer>the  Paris.</answer> <move>O-O</move>")
+    assert call_json("verify", "search", "--reply-file", tmp_path / "r", "--reference", '["Rome", "Paris"]')["reward"] == 1
+    castle = "r3k2r/pppq1ppp/2npbn2/4p3/2B1P3/2NP1N2/PPP2PPP/R1BQK2R w KQkq - 0 8"
+    verdict = call_json("verify", "chess", "--reply-file", tmp_path / "r", "--reference", "e1g1", "--fen", castle)
+    assert verdict["reward"] == 1 and verdict["exit"] == 0
+    code, output = call("verify", "chess", "--reply-file", tmp_path / "r", "--reference", "e1g1")
+    assert code == 2 and "--fen" in output
+    code, output = call("verify", "chess", "--reply-file", tmp_path / "r", "--reference", "e1g1", "--fen", "nonsense")
+    assert code == 1 and "FEN" in output
+
+
 def test_a_complete_run_does_nothing(whole):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file() and path.name != ".lock"}
     code, output = call("math", *SMALL, "--out", whole.parent, "--name", "whole")
