@@ -35,7 +35,8 @@ from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
 from whale import (
-    CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config, train_whale)
+    CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config,
+    train_whale)
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -63,7 +64,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     preset = args.preset or Config(domain=domain).preset
     given = {knob.name: getattr(args, knob.name) for knob in fields(Config)
              if knob.name != "domain" and getattr(args, knob.name) is not None}
-    cfg = Config(**{"domain": domain, **PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {}), **given, "preset": preset})
+    known = {**PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {})}
+    cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1)):
         if getattr(cfg, name) < least:

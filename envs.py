@@ -56,7 +56,7 @@ class Env:
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         """Results in order: {"output": str, "ok": bool, "details": plain JSON for the harness}, and for the host "end":
-        why the rollout is over, or "infra": what of our own machinery failed. One call for all requests of a moment."""
+        why the rollout is over, or "infra": what of our own machinery failed. All requests of a moment in one call."""
         raise NotImplementedError
 
     def verify(self, task: Task, reply: str | None, state: object = None) -> Verdict:
@@ -77,7 +77,7 @@ class MathEnv(Env):
     )
 
     def read(self, row: Row, stem: str) -> Task:
-        """One row; its columns tell the format: verl (DAPO, DeepScaleR), SVAMP, MATH and AIME, or WHALE, GSM8K, MAWPS."""
+        """One row; its columns tell the format: verl (DAPO, DeepScaleR), SVAMP, MATH, AIME, or WHALE, GSM8K, MAWPS."""
         if "prompt" in row.cells:
             match row.get("prompt"):
                 case [{"content": str(question)}]:
@@ -109,7 +109,8 @@ class MathEnv(Env):
         if boxed is None:
             return Verdict(0.0, r"no \boxed{} outside of thinking and tool calls, or the last one is not closed", None)
         if not boxed.strip() or len(boxed) > math_answer.MAX_ANSWER_CHARS:
-            return Verdict(0.0, f"the last box is empty or longer than {math_answer.MAX_ANSWER_CHARS} characters", boxed[:200])
+            limit = math_answer.MAX_ANSWER_CHARS
+            return Verdict(0.0, f"the last box is empty or longer than {limit} characters", boxed[:200])
         if math_answer.same_answer(task.answer, boxed):
             return Verdict(1.0, "the boxed answer is right", boxed[:200])
         return Verdict(0.0, f"boxed {boxed.strip()[:60]!r}, which is not the reference", boxed[:200])
@@ -163,9 +164,10 @@ class SearchEnv(Env):
         for topk in sorted({topk for topk, _ in new}):
             queries = [query for k, query in new if k == topk]
             try:
-                self.found |= zip(((topk, query) for query in queries), self.retriever.search(queries, topk), strict=True)
+                results = self.retriever.search(queries, topk)
             except RetrieverDown as error:
                 return [{"infra": f"retriever: {error}"}] * len(uses)
+            self.found |= {(topk, query): found for query, found in zip(queries, results, strict=True)}
         return [self._show(use, tokenizer) for use in uses]
 
     def _show(self, use: ToolUse, tokenizer) -> dict:
@@ -183,17 +185,17 @@ class SearchEnv(Env):
     def verify(self, task: Task, reply: str | None, state: list[str] | None = None) -> Verdict:
         answer = last_answer(reply or "")
         if answer is None:
-            return Verdict(0.0, "no closed <answer> outside of thinking and tool calls" if reply else "there is no reply",
-                           None)
+            why = "no closed <answer> outside of thinking and tool calls" if reply else "there is no reply"
+            return Verdict(0.0, why, None)
         said = repr(answer.strip()[:60])
         if same_answer(task.answers, answer):
             return Verdict(1.0, f"answered {said}, which is right", answer[:200])
         if self.judge and self.judge.same(task.fields["question"], task.answers, answer):
             return Verdict(1.0, f"answered {said}, which the judge calls right", answer[:200])
         seen = normalise(" ".join(state or []))
-        missing = state and not any(normalise(gold) in seen for gold in task.answers)
+        missing = bool(state) and not any(normalise(gold) in seen for gold in task.answers)
         return Verdict(0.0, f"answered {said}, which is not the reference"
-                       + "; no passage that was found holds the reference" * bool(missing), answer[:200],
+                       + "; no passage that was found holds the reference" * missing, answer[:200],
                        "not_retrieved" if missing else "")
 
 
@@ -204,8 +206,8 @@ class ChessEnv(Env):
     tools = ("move",)
 
     def read(self, row: Row, stem: str) -> Task:
-        """One row of Lichess's table (FEN and Moves, of which the first is the opponent's), or of WHALE's own files: the
-        same in lower case, or `answer` in place of `moves`: a line that begins with an own move."""
+        """One row of Lichess's table (FEN and Moves, of which the first is the opponent's) or of WHALE's own files: the
+        same in lower case; with `answer` in place of `moves`, the line begins with an own move."""
         cells = {key.lower(): value for key, value in row.cells.items()}
         row = Row(row.where, row.number, cells)
         fen = row.text("fen")
@@ -249,8 +251,8 @@ ENVS = {env.name: env for env in (MathEnv, SearchEnv, ChessEnv)}
 
 def task_id(row: Row, stem: str) -> str:
     """The row's id; a bare number would collide with those of other files, and no id at all is the row's number."""
-    found = next((row.cells[key] for key in ("id", "ID", "unique_id", "_id", "puzzleid") if row.cells.get(key) is not None),
-                 None)
+    columns = ("id", "ID", "unique_id", "_id", "puzzleid")
+    found = next((row.cells[key] for key in columns if row.cells.get(key) is not None), None)
     extra = row.cells.get("extra_info")
     if found is None and isinstance(extra, dict):
         found = extra.get("index")

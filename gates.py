@@ -48,7 +48,8 @@ class ForbiddenText:
 
     def __init__(self, tasks: list[Task]):
         self.questions = [words_of(text) for task in tasks for text in task.fields.values()]
-        self.answers = {answer.strip().casefold() for task in tasks for answer in task.answers if len(answer.strip()) > 1}
+        answers = {answer.strip().casefold() for task in tasks for answer in task.answers}
+        self.answers = {answer for answer in answers if len(answer) > 1}
         self.sources = {task.source.casefold() for task in tasks if re.search(r"[\d_-]", task.source)}  # no plain words
 
 
@@ -65,7 +66,8 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     if not (passes("contract", why) and passes("lint", lint(tree))
             and passes("literals", find_literals(tree, forbidden))):
         return probes
-    some = ([task for task in tasks if not any(answer in source for answer in task.answers)] or tasks)[:N_PROBE_TASKS]      # no hit by chance
+    apart = [task for task in tasks if not any(answer in source for answer in task.answers)]    # no hit by chance
+    some = (apart or tasks)[:N_PROBE_TASKS]
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
     for name, model in null_models(env, some):
         scripted = ScriptedEngine(engine.tokenizer, model)
@@ -217,7 +219,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
     if "python" in env.tools:                               # elsewhere prompts rightly hold what may be the answer
         yield "copy", copy                                  # takes the last number that the harness put into the prompt
-    wrong = box("987654321")                                 # not first, and not last: neither may count for luck
+    wrong = box("987654321")                                # first and last, so that no place in a row wins by chance
     yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in tasks), wrong])
 
 

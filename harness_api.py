@@ -9,8 +9,9 @@ requests and results is all there is to know about a rollout.
         reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), tools=[PYTHON]) # -> Reply
         output = yield python("print(6 * 7)")                                                   # -> ToolOutput, "42"
 
-Each domain answers to its own tool: math to `python`, search to `search`, chess to `move`. What is graded is the model's
-last reply (chess: the moves that the board took); what `run` returns is not. Sampling and the budgets are the host's.
+Each domain answers to its own tool: math to `python`, search to `search`, chess to `move`. What is graded is the
+model's last reply (chess: the moves that the board took); what `run` returns is not. Sampling and the budgets are the
+host's.
 Beside this module a harness may import re, json, math, string, textwrap, itertools, collections, functools, statistics
 and random (seeded by the host, for each program on its own). What it prints is discarded.
 """
@@ -73,9 +74,9 @@ def search(query: str, topk: int = 1, max_tokens: int = 200) -> dict:
 
 
 def move(uci: str) -> dict:
-    """Request that a move be played: one that the model named in its last reply, in any notation; one a reply. -> ToolOutput
+    """Request that a move be played, one a reply, that the model's last reply named, in any notation. -> ToolOutput
 
-    `details["status"]` is accepted, malformed, illegal or unsaid (the model did not say it); `details["task"]` holds the
+    `details["status"]` is accepted, malformed, illegal or unsaid (the model did not say it); `details["task"]` is the
     new position after an accepted move. A legal but wrong move, and the last of the puzzle, end the rollout."""
     return {"type": "move", "uci": uci if isinstance(uci, str) else str(uci)}
 

@@ -1,7 +1,7 @@
 """What a harness can do about the ways in which rollouts fail, as complete files: the table of the rules proposer.
 
-`mechanisms_of(domain)` lists what can be added to h0, and `render(domain, has, heading)` is the harness file that has a set
-of them; with none it is h0. Math and search share one form of harness, a loop around a tool; chess has its own; the
+`mechanisms_of(domain)` lists what can be added to h0, and `render(domain, has, heading)` is the harness file that has a
+set of them; with none it is h0. Math and search share one form of harness, a loop around a tool; chess has its own; the
 h0 of any other domain is edited.
 """
 
@@ -24,7 +24,8 @@ SAID = {
     "call_limit": "were still calling the tool at the end", "malformed_call": "ended in a malformed call",
     "no_answer": "gave no readable answer and no call", "no_tool_wrong_answer": "were wrong without the tool",
     "no_answer_after_tool": "gave no readable answer after an output", "wrong_answer": "were wrong after an output",
-    "tool_error": "were wrong after code that failed", "not_retrieved": "were wrong with no passage that holds the answer",
+    "tool_error": "were wrong after code that failed",
+    "not_retrieved": "were wrong with no passage that holds the answer",
     "wrong_move": "played a legal but wrong move", "illegal_move": "ended with an illegal move",
     "malformed_move": "ended without a readable move"}
 
@@ -44,6 +45,7 @@ class ToolWords:
     ask_for_tool: str
     more: str                           # when to go on
     again: str                          # and how
+    go_on: str                          # the same, to a reply without its form
     calls: str                          # which calls of a reply are answered
     request: str                        # code
 
@@ -52,14 +54,14 @@ MATH = ToolWords(
     tool="python", form="\\boxed{}", mark="\\boxed{", system="", use="Use the python tool for every calculation.",
     steps="Work step by step, one tool call for each step.", system_tool="Always use the python tool to compute.",
     ask_for_tool="Please use the python tool to compute.", more="If more steps are needed",
-    again="call the python tool again", calls="reply.tool_calls",
+    again="call the python tool again", go_on="go on with the next step", calls="reply.tool_calls",
     request='python(call.arguments.get("code", ""))')
 SEARCH = ToolWords(
     tool="search", form="<answer></answer>", mark="</answer>",
     system="Answer questions of fact, using search when needed.", use="Use the search tool for every fact.",
     steps="Find one fact at a time, one search for each fact.", system_tool="Always use the search tool to find facts.",
     ask_for_tool="Please use the search tool to find facts.", more="If the question needs another fact",
-    again="search again for the next fact", calls="reply.tool_calls[:1]",
+    again="search again for the next fact", go_on="search again for the next fact", calls="reply.tool_calls[:1]",
     request='search(call.arguments.get("query", ""), topk=TOPK, max_tokens=200)')
 
 
@@ -71,12 +73,15 @@ def tool_mechanisms(w: ToolWords) -> tuple[Mechanism, ...]:
         Mechanism("calls_6", "call_limit", "6 model calls", group="calls"),
         Mechanism("calls_3", "call_limit", "3 model calls", group="calls"),
         Mechanism("repair_call", "malformed_call", "malformed calls sent back in words", 1),
-        Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer", "the tool asked for if the first reply has no call", 1),
-        Mechanism("careful_reminder", f"{unread} {wrong}", f"a turn after each output that says {ending}", 1, "reminder"),
+        Mechanism("ask_for_tool", "no_tool_wrong_answer no_answer",
+                  "the tool asked for if the first reply has no call", 1),
+        Mechanism("careful_reminder", f"{unread} {wrong}", f"a turn after each output that says {ending}", 1,
+                  "reminder"),
         Mechanism("careful_reminder_in_output", f"{unread} {wrong}", f"a line in each output that says {ending}", 1,
                   "reminder"),
         Mechanism("blunt_reminder", unread, f"a turn after each output that asks for {w.form}", group="reminder"),
-        Mechanism("blunt_reminder_in_output", unread, f"a line in each output that asks for {w.form}", group="reminder"),
+        Mechanism("blunt_reminder_in_output", unread, f"a line in each output that asks for {w.form}",
+                  group="reminder"),
         Mechanism("ask_for_form", f"{unread} no_answer", f"a missing {w.form} asked for once", 1),
         Mechanism("system_tool", "no_tool_wrong_answer no_answer", "a system prompt that asks for the tool"),
         Mechanism("checklist", f"wrong_answer {unread}", "a checklist below the question"),
@@ -86,7 +91,8 @@ def tool_mechanisms(w: ToolWords) -> tuple[Mechanism, ...]:
         return (*table, Mechanism("explain_error", "tool_error", "a turn that says so when the code failed", 1))
     return (*table, Mechanism("topk_3", "not_retrieved", "three passages a search", group="topk"),
             Mechanism("topk_2", "not_retrieved", "two passages a search", group="topk"),
-            Mechanism("list_searches", "call_limit not_retrieved", "a line in each output that lists the searches so far"))
+            Mechanism("list_searches", "call_limit not_retrieved",
+                      "a line in each output that lists the searches so far"))
 
 
 def render_tool(w: ToolWords, has: frozenset[str], heading: str) -> str:
@@ -96,9 +102,10 @@ def render_tool(w: ToolWords, has: frozenset[str], heading: str) -> str:
         "repair_call": ("REPAIR", "The tool call could not be read. Send it again as valid JSON.",
                         '"<tool_call>" in reply.content:                      # a call that could not be read'),
         "ask_for_tool": ("ASK_FOR_TOOL", w.ask_for_tool, "turn == 0:"),
-        "ask_for_form": ("ASK_FOR_FORM", f"If you are not done, {w.again if w.tool == 'search' else 'go on with the next step'}"
-                         f"; otherwise give the final answer in {w.form}.",
-                         f'{json.dumps(w.mark)} not in reply.content and messages[-2]["content"] != ASK_FOR_FORM:    # once')}
+        "ask_for_form": ("ASK_FOR_FORM",
+                         f"If you are not done, {w.go_on}; otherwise give the final answer in {w.form}.",
+                         f'{json.dumps(w.mark)} not in reply.content '
+                         'and messages[-2]["content"] != ASK_FOR_FORM:    # once')}
     answers = [answer for name, answer in answers.items() if name in has]
     reminders = [name for name in has if "reminder" in name]
     topk = next((int(name[5:]) for name in has if name.startswith("topk_")), 1)
@@ -242,8 +249,8 @@ def render_generic(h0: str, has: frozenset[str], heading: str) -> str:
     edits = {}
     for node in ast.parse(h0).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="MAX_CALLS")], value=ast.Constant(value=int(n))) if "more_calls" in has:
-                edits[node.lineno, node.end_lineno] = f"MAX_CALLS = {2 * n}"
+            case ast.Assign(targets=[ast.Name(id="MAX_CALLS")], value=ast.Constant(value=int(n))):
+                edits[node.lineno, node.end_lineno] = f"MAX_CALLS = {n * (1 + ('more_calls' in has))}"
             case ast.Assign(targets=[ast.Name(id="SYSTEM_PROMPT")]):
                 lines = [ast.literal_eval(node.value), *(line for name, line in LINES.items() if name in has)]
                 edits[node.lineno, node.end_lineno] = f"SYSTEM_PROMPT = {json.dumps(' '.join(filter(None, lines)))}"
@@ -261,8 +268,8 @@ def mechanisms_of(domain: str) -> tuple[Mechanism, ...]:
 
 
 def render(domain: str, has: frozenset[str], heading: str, h0: str = "") -> str:
-    """The harness file that has these mechanisms; with none of them it is h0, whose text only a domain without a table of
-    its own needs."""
+    """The harness file that has these mechanisms; with none of them it is h0, whose text is needed only for a domain
+    without a table of its own."""
     if domain not in TABLES:
         return render_generic(h0, has, heading)
     if domain == "chess":

@@ -6,7 +6,7 @@ random weights to imitate demonstrations of three small worlds, in many phrasing
 with a Python tool and questions with a search tool (nano_worlds.py), and chess puzzles (nano_chess.py). As with a real
 base model, its habits are mixed on purpose; those two files are where they are mixed.
 
-Nothing but these three files knows that the model is small. It shows the mechanism; it is no evidence about real models.
+Only these three files know that the model is small. It shows the mechanism; it is no evidence about real models.
 
     python nano.py                      data, tokenizer, model, into embedded/
     python nano.py --show 5             print five demonstrations and stop
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import nano_chess
 from harness_api import PYTHON, SEARCH
-from retriever import Bm25Index
 from nano_worlds import Encyclopaedia, MathWorld, SearchWorld, demonstrate
+from retriever import Bm25Index
 
 ROOT = Path(__file__).resolve().parent / "embedded"
 SPLITS = {"train": 2048, "harness": 256, "test": 256}
@@ -93,7 +93,8 @@ def write_data(folder: Path) -> dict[str, set[str]]:
 
 
 def write_corpus(path: Path, book: Encyclopaedia) -> None:
-    write_rows(path, [{"id": str(i), "contents": f'"{title}"\n{text}'} for i, (title, text) in enumerate(book.passages)])
+    write_rows(path, [{"id": str(i), "contents": f'"{title}"\n{text}'}
+                      for i, (title, text) in enumerate(book.passages)])
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -206,7 +207,8 @@ def train_model(tokenizer, demonstrator: Demonstrator, n_steps: int, folder: Pat
     for step in track(range(n_steps), "training"):
         if step and step % NEW_BOOK_EVERY == 0:
             demonstrator.open_book()
-        rows = [(*encode(tokenizer, *demonstrator.sample(domain)), domain) for domain, n in MIX.items() for _ in range(n)]
+        rows = [(*encode(tokenizer, *demonstrator.sample(domain)), domain)
+                for domain, n in MIX.items() for _ in range(n)]
         rows.sort(key=lambda row: len(row[0]))
         n_supervised = sum(sum(mask) for _, mask, _ in rows)
         losses = dict.fromkeys(MIX, 0.0)
@@ -251,15 +253,15 @@ def main() -> None:
     start = time.monotonic()
     demonstrator = Demonstrator(write_data(args.out))
     print(f"data written, {time.monotonic() - start:.0f} s")
-    demos = [(domain, *demonstrator.sample(domain)) for domain, n in MIX.items() for _ in range(40 * n)]
-    texts = ["".join(text for text, _ in render(untrained_tokenizer(), messages, tools)) for _, messages, tools in demos]
+    demos = {domain: [demonstrator.sample(domain) for _ in range(40 * n)] for domain, n in MIX.items()}
+    texts = {domain: ["".join(text for text, _ in render(untrained_tokenizer(), *demo)) for demo in several]
+             for domain, several in demos.items()}
     if args.show:
-        shown = [text for domain in MIX for text in [t for t, d in zip(texts, demos) if d[0] == domain][:args.show]]
-        print("\n\n=====\n".join(shown))
+        print("\n\n=====\n".join(text for several in texts.values() for text in several[:args.show]))
         return
-    tokenizer = train_tokenizer(iter(texts))
-    for domain in MIX:
-        lengths = [len(encode(tokenizer, messages, tools)[0]) for d, messages, tools in demos if d == domain]
+    tokenizer = train_tokenizer(text for several in texts.values() for text in several)
+    for domain, several in demos.items():
+        lengths = [len(encode(tokenizer, *demo)[0]) for demo in several]
         print(f"{domain}: a demonstration has {sum(lengths) / len(lengths):.0f} tokens, at most {max(lengths)}")
     train_model(tokenizer, demonstrator, args.steps, args.out / "model")
 

@@ -21,7 +21,7 @@ MAX_LEGAL = 16              # legal moves of a position: they are all listed in 
 MATE_IN_TWO_SHARE = 0.3
 CHUNK = 40                  # puzzles found from one seed
 MATERIAL = "QP RP RR QR QN RB QB RN QPP RPP RRP Q BB".split()
-EDGE = [square for square in chess.SQUARES if chess.square_file(square) in (0, 7) or chess.square_rank(square) in (0, 7)]
+EDGE = list(chess.SquareSet(chess.BB_RANK_1 | chess.BB_RANK_8 | chess.BB_FILE_A | chess.BB_FILE_H))
 FOES = ["", "", "", "p", "pp", "n"]
 
 
@@ -47,7 +47,7 @@ def find_mates(board: chess.Board) -> list[chess.Move]:
 
 
 def find_mates_in_two(board: chess.Board) -> list[tuple[chess.Move, chess.Move, chess.Move]]:
-    """(move, the first defence, a mate against it) for moves after which every defence is mated; at most two of them."""
+    """(move, the first defence, a mate against it) for moves after which every defence is mated; at most two such."""
     found = []
     for move in list(board.legal_moves):
         board.push(move)
@@ -231,7 +231,8 @@ def demonstrate(rng: random.Random, puzzle: Puzzle) -> list[dict]:
         if kind in ("malformed", "illegal") and tries_left[kind]:
             tries_left[kind] -= 1
             was_sent_back = True
-            messages.append({"role": "user", "content": (malformed_nudge if kind == "malformed" else illegal_nudge)(rng)})
+            nudge = malformed_nudge if kind == "malformed" else illegal_nudge
+            messages.append({"role": "user", "content": nudge(rng)})
             continue
         if kind in ("malformed", "illegal", "ramble") or move != puzzle.line[at] or at + 2 >= len(puzzle.line):
             return messages

@@ -106,6 +106,7 @@ def calculate(expression: str) -> int:
 
 class MathWorld:
     words, tool, filler = MATH, PYTHON, FILLER
+    openings = ("I compute this with the tool.\n", "Let me compute.\n")
 
     def sample(self, rng: random.Random) -> Problem:
         """One word problem; all its intermediate results are positive integers."""
@@ -168,8 +169,8 @@ CRAFTS = "cheese pottery clocks carpets bells wine lace salt honey knives boats 
 PRODUCTS = "engines lamps shoes chairs soap bicycles pianos bottles radios tents pencils stoves toys ropes".split()
 N_ENTITIES = {"town": 500, "person": 1000, "book": 390, "firm": 400}
 PASSAGES = {
-    "town": ("{name} is a town on the river {river}. Its mayor is {mayor}. It was founded in {founded} and is known for "
-             "its {craft}.",
+    "town": ("{name} is a town on the river {river}. Its mayor is {mayor}. It was founded in {founded} and is known "
+             "for its {craft}.",
              "{name} is known for its {craft}. The town lies on the river {river} and was founded in {founded}. The "
              "mayor is {mayor}."),
     "person": ("{name} is a {job}, born in {born} in {year}. {name} is married to {spouse}.",
@@ -248,6 +249,7 @@ class Encyclopaedia:
 
 class SearchWorld:
     words, tool, filler = SEARCH_WORDS, SEARCH, SEARCH_FILLER
+    openings = ("I use the tool for this.\n", "Let me look.\n")
 
     def __init__(self, book: Encyclopaedia, search: Callable[[str, int], list[tuple[str, str]]]):
         """`search`: query, topk -> (title, text) of the best passages."""
@@ -307,7 +309,8 @@ def step_nudge(rng: random.Random, w: Words) -> str:
 
 
 def careful_nudge(rng: random.Random, w: Words) -> str:
-    return (rng.choice(w.more) + rng.choice(w.go_on) + rng.choice(["; otherwise ", ". Otherwise ", ". If you are done, "])
+    return (rng.choice(w.more) + rng.choice(w.go_on)
+            + rng.choice(["; otherwise ", ". Otherwise ", ". If you are done, "])
             + rng.choice(["give ", "put ", "write "]) + rng.choice(["the final answer", "your final answer"])
             + f" in {w.form}.")
 
@@ -378,8 +381,9 @@ def format_call(name: str, arguments: dict) -> str:
 def spoil_call(rng: random.Random, name: str, arguments: dict) -> str:
     """A malformed tool call: the ways in which small models get the format wrong."""
     call = format_call(name, arguments)
+    bare = next(iter(arguments.values()))
     return rng.choice([call.replace("}}", "}"), call.replace("\n</tool_call>", ""), call.replace('"', "'"),
-                       f"<tool_call>\n{next(iter(arguments.values()))}\n</tool_call>", call.replace('"arguments": ', "")])
+                       f"<tool_call>\n{bare}\n</tool_call>", call.replace('"arguments": ', "")])
 
 
 def ramble(rng: random.Random, filler: list[str], question: str, n_sentences: int) -> str:
@@ -405,8 +409,7 @@ class Habits:
         world, name = self.world, self.world.words.tool
         text = self.problem.stages[stage].format(r=self.results[stage - 1])
         arguments = world.arguments(self.rng, text, self.rng.random() < p_wrong)
-        opening = self.rng.choice(["", "", "", "I use the tool for this.\n", "Let me look.\n"]) if name == "search" else \
-            self.rng.choice(["", "", "", "I compute this with the tool.\n", "Let me compute.\n"])
+        opening = self.rng.choice(["", "", "", *world.openings])
         if self.rng.random() < p_malformed:
             return opening + spoil_call(self.rng, name, arguments), None
         if name == "python" and self.rng.random() < 0.04:
@@ -476,7 +479,8 @@ def demonstrate(rng: random.Random, world: MathWorld | SearchWorld, problem: Pro
             note = (error_nudge(rng) if failed and c.sends_back else "" if failed else
                     form_nudge(rng, w) if c.after_output == "blunt" else
                     careful_nudge(rng, w) if c.after_output == "careful" else "")
-            note = " ".join(([list_note(rng, habits.queries)] if c.lists else []) + ([upper_first(note)] if note else []))
+            if c.lists:
+                note = f"{list_note(rng, habits.queries)} {upper_first(note)}".rstrip()
             in_output = note and c.reminder_in_output
             messages.append({"role": "tool", "content": output + (f"\n\n{upper_first(note)}" if in_output else "")})
             if note and not in_output:

@@ -286,11 +286,12 @@ class Batch:
         self.tool_due: dict[int, list[int]] = defaultdict(list)         # tick -> programs whose tool result is
         self.tool_jobs: dict[str, int] = {}                             # code -> the sandbox's job that runs it
         self.tool_results: dict[str, ToolResult] = {}
-        self.uses: list[tuple[int, ToolUse]] = []                       # requests of this tick to the environment's tools
+        self.uses: list[tuple[int, ToolUse]] = []                       # this tick's requests to the env's tools
         self.use_due: dict[int, tuple[list[int], Future]] = {}          # tick -> programs, and their results
         self.verdicts: list[tuple[Trace, Future]] = []
         todo = deque(enumerate(wanted))
-        with (closing(Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)) as self.programs,
+        workers = Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)
+        with (closing(workers) as self.programs,
               ThreadPoolExecutor(1) as self.tools, ThreadPoolExecutor(N_GRADERS) as self.graders):
             while todo or self.live:
                 while todo and len(self.live) < self.cfg.n_live:
@@ -304,13 +305,13 @@ class Batch:
                 for program in self.tool_due.pop(self.tick, []):
                     self._take_tool_result(program)
                 if self.tick in self.use_due:
-                    programs, future = self.use_due.pop(self.tick)
-                    for program, result in zip(programs, future.result(), strict=True):
+                    users, future = self.use_due.pop(self.tick)
+                    for program, result in zip(users, future.result(), strict=True):
                         self._take_result(program, result)
                 if self.uses:                       # one call for all of this tick, hidden behind sampling
-                    programs, uses = zip(*self.uses, strict=True)
+                    users, uses = zip(*self.uses, strict=True)
                     future = self.tools.submit(self.env.use_tools, list(uses), self.engine.tokenizer)
-                    self.use_due[self.tick + TOOL_STEPS] = (programs, future)
+                    self.use_due[self.tick + TOOL_STEPS] = (users, future)
                     self.uses = []
                 for completion in self.engine.step() if not self.engine.idle else []:
                     self._take_completion(completion)

@@ -273,8 +273,9 @@ class Run:
         """Says what the judge did since the last time: an unanswered question was decided by exact match."""
         judge = getattr(self.env, "judge", None)
         if judge and (judge.n_asked or judge.n_cached):
-            self.dir.log("judge", f"judge: asked {judge.n_asked}, of which without a verdict {judge.n_failed}; remembered "
-                         f"{judge.n_cached}" + (f"; last failure: {judge.last_error}" if judge.n_failed else ""),
+            failure = f"; last failure: {judge.last_error}" if judge.n_failed else ""
+            self.dir.log("judge", f"judge: asked {judge.n_asked}, of which without a verdict {judge.n_failed}; "
+                         f"remembered {judge.n_cached}{failure}",
                          asked=judge.n_asked, failed=judge.n_failed, cached=judge.n_cached)
             judge.n_asked = judge.n_failed = judge.n_cached = 0
 
