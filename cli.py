@@ -29,11 +29,12 @@ from gates import ForbiddenText, check_harness
 from harness_search import SearchError, bootstrap_ci
 from jail import LAYERS
 from rft import CheckpointError
-from retriever import RetrieverDown, RetrieverError
+from retriever import RetrieverDown
 from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
+from search_index import RetrieverError
 from whale import (
     CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config,
     train_whale)

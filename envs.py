@@ -18,6 +18,7 @@ from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
 
 
 ROOT = Path(__file__).resolve().parent
+MAX_FOUND = 20_000          # searches that are remembered
 
 
 class Env:
@@ -160,6 +161,8 @@ class SearchEnv(Env):
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         self.retriever = self.retriever or open_retriever(self.spec)
+        if len(self.found) > MAX_FOUND:
+            self.found.clear()
         new = sorted({(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys())
         for topk in sorted({topk for topk, _ in new}):
             queries = [query for k, query in new if k == topk]

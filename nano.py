@@ -25,7 +25,7 @@ from pathlib import Path
 import nano_chess
 from harness_api import PYTHON, SEARCH
 from nano_worlds import Encyclopaedia, MathWorld, SearchWorld, demonstrate
-from retriever import Bm25Index
+from search_index import Bm25Index
 
 ROOT = Path(__file__).resolve().parent / "embedded"
 SPLITS = {"train": 2048, "harness": 256, "test": 256}
@@ -34,7 +34,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]                     # 
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<answer>",
         "</answer>", "<move>", "</move>"]
 VOCABULARY = 1280
-MIX = {"math": 26, "search": 24, "chess": 14}           # demonstrations in a training batch
+MIX = {"math": 24, "search": 24, "chess": 20}           # demonstrations in a training batch
 N_PRACTICE_PUZZLES = 2000
 NEW_BOOK_EVERY = 25         # training steps between made-up encyclopaedias, so that no fact is worth remembering
 
@@ -138,12 +138,13 @@ class Demonstrator:
 
 
 def train_tokenizer(texts: Iterator[str]):
-    """Byte-level BPE with single digits, so that numbers are copied and never looked up."""
+    """Byte-level BPE over pieces that are easy to copy: single digits, squares of a chess board, and names without the
+    space before them, so that a name has the same tokens wherever it stands."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r"\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]+|\s+")
+    words = Regex(r"[a-h][1-8]|\d|[A-Z]+[a-z]*(?!\d)| ?[a-z]+(?!\d)|[^A-Za-z\d]+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
@@ -253,7 +254,11 @@ def main() -> None:
     start = time.monotonic()
     demonstrator = Demonstrator(write_data(args.out))
     print(f"data written, {time.monotonic() - start:.0f} s")
-    demos = {domain: [demonstrator.sample(domain) for _ in range(40 * n)] for domain, n in MIX.items()}
+    demos: dict[str, list] = {domain: [] for domain in MIX}
+    for _ in range(40):
+        demonstrator.open_book()                        # else the tokenizer would learn the names of one
+        for domain, n in MIX.items():
+            demos[domain] += [demonstrator.sample(domain) for _ in range(n)]
     texts = {domain: ["".join(text for text, _ in render(untrained_tokenizer(), *demo)) for demo in several]
              for domain, several in demos.items()}
     if args.show:

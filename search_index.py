@@ -219,13 +219,13 @@ def count_words(corpus_path: str | Path, progress: bool) -> tuple:
     """(bm25s.BM25 of the whole corpus, the offsets of Corpus)."""
     import bm25s
     from bm25s.stopwords import STOPWORDS_EN
-    offsets = [0]
+    offsets, stop_words = [0], set(STOPWORDS_EN)
     vocabulary: dict[str, int] = {}
     passages: list[list[int]] = []                              # the word ids of each
     for end, passage in scan_corpus(corpus_path, progress):
         words = WORD.findall(f"{passage.title}\n{passage.text}".lower())
         offsets.append(end)
-        passages.append([vocabulary.setdefault(word, len(vocabulary)) for word in words if word not in STOPWORDS_EN])
+        passages.append([vocabulary.setdefault(word, len(vocabulary)) for word in words if word not in stop_words])
     require(len(vocabulary) > 0, f"--corpus {corpus_path}: holds no word to search for")
     bm25 = bm25s.BM25(k1=0.9, b=0.4)
     bm25.index((passages, vocabulary), create_empty_token=False, show_progress=progress)
@@ -254,10 +254,10 @@ class Encoder:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))              # like lengths share a batch
         for start in range(0, len(order), self.batch_rows):
             rows = order[start:start + self.batch_rows]
-            inputs = self.tokenizer([plain(texts[i]) for i in rows], padding=True, truncation=True,
-                                    max_length=self.max_tok, return_tensors="pt").to(self.device)
+            batch = [plain(texts[i]) for i in rows]
+            inputs = self.tokenizer(batch, padding=True, truncation=True, max_length=self.max_tok, return_tensors="pt")
             with torch.inference_mode():
-                hidden = self.model(**inputs).last_hidden_state.float()             # (B, T, d)
+                hidden = self.model(**inputs.to(self.device)).last_hidden_state.float()         # (B, T, d)
                 mask = inputs["attention_mask"].unsqueeze(-1)                       # (B, T, 1); 1: a token of the text
                 mean = (hidden * mask).sum(1) / mask.sum(1)
                 vectors[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
@@ -348,16 +348,15 @@ def embed_corpus(corpus_path: str | Path, index_dir: Path, encoder: Encoder, pro
         n_there = file.tell() // row_bytes
         if n_there:
             map_vectors(index_dir, n_there, corpus, encoder)    # refuses other weights
-        n_blocks = n_there // EMBED_ROWS
-        file.truncate(n_blocks * EMBED_ROWS * row_bytes)        # a block that a kill cut short goes
-        blocks = range(n_blocks * EMBED_ROWS, len(corpus), EMBED_ROWS)
+        blocks = range(n_there // EMBED_ROWS, math.ceil(len(corpus) / EMBED_ROWS))
+        file.truncate(blocks.start * EMBED_ROWS * row_bytes)    # a block that a kill cut short goes
         if progress:
             from rich.console import Console
             from rich.progress import track
-            blocks = track(blocks, f"embedding, blocks of {EMBED_ROWS:,}", completed=n_blocks,
-                           total=math.ceil(len(corpus) / EMBED_ROWS), console=Console(stderr=True))
-        for start in blocks:
-            rows = range(start, min(start + EMBED_ROWS, len(corpus)))
+            blocks = track(blocks, f"embedding, blocks of {EMBED_ROWS:,}", total=blocks.stop, completed=blocks.start,
+                           console=Console(stderr=True))
+        for block in blocks:
+            rows = range(block * EMBED_ROWS, min((block + 1) * EMBED_ROWS, len(corpus)))
             file.write(encoder([passage_text(corpus.read(row)) for row in rows]).astype(np.float16).tobytes())
             file.flush()
             os.fsync(file.fileno())                             # "complete" must not reach the disk before it

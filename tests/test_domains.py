@@ -12,9 +12,10 @@ from envs import ENVS, ChessEnv, MathEnv, SearchEnv
 from gates import ForbiddenText, ScriptedEngine, check_harness
 from mechanisms import mechanisms_of, render
 from proposers import add_mechanisms
-from retriever import Bm25Index, RetrieverDown
+from retriever import RetrieverDown
 from rollout import InfraError, RolloutConfig, run
 from sandbox import Sandbox
+from search_index import Bm25Index
 from tasks import DataError, Task
 from whale import ROOT
 

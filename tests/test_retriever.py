@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 import retriever
-from retriever import (
-    Bm25Index, Document, E5Index, Index, RemoteRetriever, RetrieverDown, RetrieverError, Server, cut_text, open_retriever)
+import search_index
+from retriever import RemoteRetriever, RetrieverDown, Server, cut_text, open_retriever
+from search_index import Bm25Index, Document, E5Index, Index, RetrieverError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -94,7 +95,7 @@ def test_titles_keep_their_inner_quotes(corpus):
     ('"A" and "B"\nc', 'A" and "B', "c"), ('""\nb', "", "b"), ("\nb", "", "b"), (' "A" \r\nb', "A", "b"), ("", "", ""),
     ('"\ud800"\nx', "?", "x")])
 def test_contents_are_read_as_title_and_text(contents, title, text):
-    assert retriever.read_document({"id": 7, "contents": contents}, "here") == Document("7", title, text, 0.0)
+    assert search_index.read_document({"id": 7, "contents": contents}, "here") == Document("7", title, text, 0.0)
 
 
 def test_both_forms_of_a_corpus_are_the_same(corpus, tmp_path):
@@ -222,13 +223,13 @@ def test_an_index_of_something_else_is_refused(corpus, tmp_path):
 def test_a_large_corpus_is_told_from_an_edited_one(tmp_path):
     path = tmp_path / "large.jsonl"
     path.write_bytes(b"x" * 20_000_000)
-    before = retriever.describe(path, "bm25")
+    before = search_index.describe(path, "bm25")
     for position in (0, 19_999_999):                            # the head and the tail are always looked at
         with open(path, "r+b") as file:
             file.seek(position)
             file.write(b"y")
-        assert retriever.describe(path, "bm25") != before
-        before = retriever.describe(path, "bm25")
+        assert search_index.describe(path, "bm25") != before
+        before = search_index.describe(path, "bm25")
 
 
 def test_heavy_packages_are_not_imported(corpus):
@@ -329,7 +330,7 @@ class SlowIndex(Index):
     """Answers when told to, and breaks on a word."""
     backend = "slow"
 
-    def __init__(self, corpus: retriever.Corpus):
+    def __init__(self, corpus: search_index.Corpus):
         self.corpus, self.go, self.entered = corpus, threading.Event(), threading.Semaphore(0)
 
     def rank(self, queries, topk):
@@ -656,15 +657,17 @@ def test_e5_says_what_to_install(long_corpus, model, tmp_path, monkeypatch):
 
 def test_e5_is_the_formula(long_corpus, model, tmp_path, monkeypatch, capsys):
     pytest.importorskip("faiss")
-    monkeypatch.setattr(retriever, "SEARCH_ROWS", 5)
+    monkeypatch.setattr(search_index, "SEARCH_ROWS", 5)
     E5Index.build(long_corpus, tmp_path / "index", model, progress=True)
     assert "embedding" in capsys.readouterr().err
     index = E5Index.open(long_corpus, tmp_path / "index", model)
     queries = ["Rush drummer", "novel", "in a city " * 9]
     contents = [json.loads(line)["contents"] for line in long_corpus.read_text().splitlines()]
     naive = naive_e5(model, [f"query: {q}" for q in queries]) @ naive_e5(model, [f"passage: {c}" for c in contents]).T
-    for use_faiss in (True, False):
-        index.faiss = index.faiss if use_faiss else None        # None: as on a GPU
+    for on_gpu in (False, True):
+        if on_gpu:                                              # what a GPU holds
+            import torch
+            index.vectors, index.faiss = torch.tensor(index.vectors), None
         for topk in (1, 4, 7, 100):
             for scores, hits in zip(naive, index.rank(queries, topk), strict=True):
                 assert len(hits) == min(topk, 23) == len({row for row, _ in hits})
@@ -695,27 +698,26 @@ def test_an_e5_index_is_of_one_model(long_corpus, model, tmp_path):
 KILLS = """
 import json, os, signal, sys
 from pathlib import Path
-import retriever
+import search_index
 corpus, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-retriever.EMBED_ROWS = 6                        # of 23 passages: 4 blocks
-real, encode = os.fsync, retriever.Encoder.__call__
-retriever.E5Index.build(corpus, folder / "whole", model, progress=False)
+search_index.EMBED_ROWS = 6                     # of 23 passages: 4 blocks
+real, encode = os.fsync, search_index.Encoder.__call__
+search_index.E5Index.build(corpus, folder / "whole", model, progress=False)
 for n in range(1, 99):
     if not (pid := os.fork()):
         calls = iter(range(1, 99))
         os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == n else real(file)
-        retriever.E5Index.build(corpus, folder / str(n), model, progress=False)
+        search_index.E5Index.build(corpus, folder / str(n), model, progress=False)
         os._exit(0)
     ended = os.waitpid(pid, 0)[1]
-    counter, vectors, embedded = folder / str(n) / "progress.json", folder / str(n) / "vectors", []
-    n_done = json.loads(counter.read_text())["n_done"] if counter.exists() else 0
+    vectors, embedded = folder / str(n) / "vectors", []
     complete = (folder / str(n) / "complete").exists()
     if vectors.exists() and not complete:
         vectors.write_bytes(vectors.read_bytes() + b"torn")
-    retriever.Encoder.__call__ = lambda self, texts: embedded.append(len(texts)) or encode(self, texts)
-    retriever.E5Index.build(corpus, folder / str(n), model, progress=False)
-    retriever.Encoder.__call__ = encode
-    print(json.dumps({"killed": os.WIFSIGNALED(ended), "n_done": n_done, "complete": complete, "embedded": sum(embedded)}))
+    search_index.Encoder.__call__ = lambda self, texts: embedded.append(len(texts)) or encode(self, texts)
+    search_index.E5Index.build(corpus, folder / str(n), model, progress=False)
+    search_index.Encoder.__call__ = encode
+    print(json.dumps({"killed": os.WIFSIGNALED(ended), "complete": complete, "embedded": sum(embedded)}))
     if not os.WIFSIGNALED(ended):
         break
 """
@@ -727,12 +729,11 @@ def test_a_killed_build_goes_on_and_ends_the_same(long_corpus, model, tmp_path):
                           capture_output=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    # syncs: manifest, offsets, (vectors, counter) of four blocks, complete; a kill at each, and one build that was not killed
-    assert [row["n_done"] for row in rows] == [0, 0, 0, 0, 6, 6, 12, 12, 18, 18, 23, 23]
-    assert [row["killed"] for row in rows] == [True] * 11 + [False] and [row["complete"] for row in rows] == [False] * 11 + [True]
-    # what was done is not done again; one passage more shows that the weights are the same
-    assert [row["embedded"] for row in rows] == [23] * 4 + [18] * 2 + [12] * 2 + [6] * 2 + [1, 0]
-    files = {"manifest.json", "offsets", "vectors", "progress.json", "complete"}
+    # syncs: manifest, offsets, four blocks, complete; a kill at each, and one build that was not killed
+    assert [row["killed"] for row in rows] == [True] * 7 + [False] and [row["complete"] for row in rows] == [False] * 7 + [True]
+    # whole blocks are not done again; one passage more shows that the weights are the same
+    assert [row["embedded"] for row in rows] == [23] * 2 + [1 + 17, 1 + 11, 1 + 5, 1 + 5, 1 + 5, 0]
+    files = {"manifest.json", "offsets", "vectors", "complete"}
     for n in range(1, len(rows) + 1):
         assert {path.name for path in (tmp_path / str(n)).iterdir()} == files
         for name in files:
