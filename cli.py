@@ -34,6 +34,7 @@ from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
+from search_answer import JudgeDown
 from search_index import RetrieverError
 from whale import (
     CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config,
@@ -117,15 +118,22 @@ def command_eval(args: argparse.Namespace) -> int:
         traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,
                              lambda trace: advance())
     means = task_means(traces, n)
-    key = hashlib.sha256(json.dumps([source, cfg.model, args.split, n, cfg.seed]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([source, args.split, n, asdict(cfg)]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
     summary = rollout.summarise(traces)
     show(args, {"mean": sum(means) / len(means), "ci95": list(bootstrap_ci(means, cfg.seed)), "n_tasks": len(tasks),
                 "n_ok": summary["n_ok"], "n_error": summary["n_error"], "n_killed": summary["n_killed"], "n_infra": 0,
-                "traces": str(path)})
+                "traces": str(path), **judged(env)})
     return 0
+
+
+def judged(env) -> dict:
+    """What the judge did, if there was one."""
+    judge = getattr(env, "judge", None)
+    return {"judge": {"model": judge.model, "asked": judge.n_asked, "failed": judge.n_failed,
+                      "cached": judge.n_cached}} if judge else {}
 
 
 def command_check_harness(args: argparse.Namespace) -> int:
@@ -222,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.command(args)
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
-            RetrieverError, RetrieverDown) as error:
+            RetrieverError, RetrieverDown, JudgeDown) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import chess_game
 import math_answer
-from retriever import RetrieverDown, open_retriever
+from retriever import RetrieverDown, cut_text, open_retriever
 from search_answer import Judge, golds_of, last_answer, normalise, read_golds, same_answer
 from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
 
@@ -27,6 +27,7 @@ class Env:
     h0: Path                                            # the harness file to start from
     tools: tuple[str, ...] = ()                         # request types beside "generate"; "python" is the sandbox's
     files: tuple[Path, ...] = ()                        # beside the tasks, what results depend on
+    n_lucky: int = 0                                    # of gates.N_PROBE_TASKS that a model of no knowledge may solve
 
     def load(self, path: str | Path) -> list[Task]:
         return load_tasks(path, self)
@@ -66,7 +67,7 @@ class Env:
 
 
 class MathEnv(Env):
-    """Word and competition problems; a stateless Python tool; the answer in a box."""
+    """Word and competition problems; a stateless Python tool; the answer in a box, in the model's last reply."""
     name = "math"
     h0 = ROOT / "harnesses" / "h0_math.py"
     tools = ("python",)
@@ -101,7 +102,7 @@ class MathEnv(Env):
         return rf"\boxed{{{task.answer}}}"
 
     def verify(self, task: Task, reply: str | None, state: object = None) -> Verdict:
-        """Grades the model's last message, raw text; None if there is none. The rules are at the top of this file."""
+        """The rules of equality are math_answer.py's."""
         if not reply:
             return Verdict(0.0, "there is no reply", None)
         reply = reply.encode("utf-8", "backslashreplace").decode()                       # no lone surrogate into a log
@@ -118,7 +119,7 @@ class MathEnv(Env):
 
 
 class SearchEnv(Env):
-    """Questions of fact; a search tool; the answer in `<answer>` tags."""
+    """Questions of fact; a search tool; the answer in `<answer>` tags, in the model's last reply."""
     name = "search"
     h0 = ROOT / "harnesses" / "h0_search.py"
     tools = ("search",)
@@ -132,7 +133,7 @@ class SearchEnv(Env):
         else:
             self.files = (Path(self.spec),)
             self.files[0].open().close()
-        self.found: dict[tuple[str, int], list] = {}    # (query, topk) -> documents: the samples of a task ask the same
+        self.found: dict[tuple[int, str], list] = {}    # (topk, query) -> documents: the samples of a task ask the same
 
     def read(self, row: Row, stem: str) -> Task:
         """One row of Search-R1's, FlashRAG's, NQ-open, TriviaQA, PopQA, HotpotQA, 2Wiki, MuSiQue or Bamboogle files."""
@@ -155,15 +156,19 @@ class SearchEnv(Env):
         return [], task.fields                          # the passages that this rollout has seen
 
     def open(self) -> None:
-        """RetrieverDown if a server does not answer."""
+        """RetrieverDown or JudgeDown if a server does not answer."""
         self.retriever = self.retriever or open_retriever(self.spec)
         self.retriever.search(["a question"], 1)
+        if self.judge:
+            self.judge.check()
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         self.retriever = self.retriever or open_retriever(self.spec)
         if len(self.found) > MAX_FOUND:
             self.found.clear()
-        new = sorted({(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys())
+        new = {(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys()
+        self.found |= {key: [] for key in new if not key[1].strip()}                    # nobody is asked for nothing
+        new = sorted(new - self.found.keys())
         for topk in sorted({topk for topk, _ in new}):
             queries = [query for k, query in new if k == topk]
             try:
@@ -177,10 +182,8 @@ class SearchEnv(Env):
         """The passages as text, each cut to the tokens that were asked for, in the policy's own tokens."""
         documents = []
         for found in self.found[use.request["topk"], use.request["query"]]:
-            ids = tokenizer(found.text, add_special_tokens=False).input_ids
-            cut = len(ids) > use.request["max_tokens"]
-            text = tokenizer.decode(ids[:use.request["max_tokens"]]) + " ..." if cut else found.text
-            documents.append({"title": found.title, "text": text})
+            text = cut_text(found.text, use.request["max_tokens"], tokenizer)
+            documents.append({"title": found.title, "text": text + " ..." * (text != found.text)})
         output = "\n".join(f"[{i}] {d['title']}: {d['text']}" for i, d in enumerate(documents, start=1))
         use.state.append(output)
         return {"output": output or "No passage found.", "ok": bool(documents), "details": {"documents": documents}}
@@ -193,17 +196,19 @@ class SearchEnv(Env):
         said = repr(answer.strip()[:60])
         if same_answer(task.answers, answer):
             return Verdict(1.0, f"answered {said}, which is right", answer[:200])
-        if self.judge and self.judge.same(task.fields["question"], task.answers, answer):
+        if self.judge and self.judge.same(task.fields.get("question", ""), task.answers, answer):
             return Verdict(1.0, f"answered {said}, which the judge calls right", answer[:200])
-        seen = normalise(" ".join(state or []))
-        missing = bool(state) and not any(normalise(gold) in seen for gold in task.answers)
+        seen = f" {normalise(' '.join(state or []))} "
+        missing = bool(state) and not any(f" {normalise(gold)} " in seen for gold in task.answers)
         return Verdict(0.0, f"answered {said}, which is not the reference"
                        + "; no passage that was found holds the reference" * missing, answer[:200],
                        "not_retrieved" if missing else "")
 
 
 class ChessEnv(Env):
-    """Puzzles on a board: the harness hands over one move a model reply; the whole line must be played."""
+    """Puzzles on a board: the harness hands over one move a model reply; the whole line must be played, and every move
+    of it must stand in the model's reply of that turn."""
+    n_lucky = 1                                         # some moves mate by chance
     name = "chess"
     h0 = ROOT / "harnesses" / "h0_chess.py"
     tools = ("move",)
@@ -253,7 +258,8 @@ ENVS = {env.name: env for env in (MathEnv, SearchEnv, ChessEnv)}
 
 
 def task_id(row: Row, stem: str) -> str:
-    """The row's id; a bare number would collide with those of other files, and no id at all is the row's number."""
+    """The row's id. A bare number would collide with those of other files, so the file's name comes before it; test_0
+    and the like are numbered anew in each data set, so its name does. No id at all is the row's number."""
     columns = ("id", "ID", "unique_id", "_id", "puzzleid")
     found = next((row.cells[key] for key in columns if row.cells.get(key) is not None), None)
     extra = row.cells.get("extra_info")
@@ -261,6 +267,8 @@ def task_id(row: Row, stem: str) -> str:
         found = extra.get("index")
     if type(found) is int or found is None or isinstance(found, str) and found.isdigit():
         return f"{stem}-{row.number if found is None else found}"
+    if isinstance(found, str) and re.fullmatch(r"(train|dev|test|validation)_\d+", found):
+        return f"{task_source(row, stem)}-{found}"
     if not isinstance(found, str) or not found:
         raise row.error("id", f"must be text, not {found!r}")
     return found

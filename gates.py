@@ -2,7 +2,8 @@
 
 They stop mistakes and plain cheating: answers or questions in the file, branches on a question's text, prompts that
 make a model that knows nothing look right. They are no proof of honesty (read the diff that is accepted), and no wall:
-what a harness cannot do at all is the business of the sandbox.
+what a harness cannot do at all is the business of the sandbox. Not found here: a harness that finds the answer in a
+passage by itself and tells the model.
 
     bash run.sh check-harness math FILE
 """
@@ -48,9 +49,13 @@ class ForbiddenText:
 
     def __init__(self, tasks: list[Task]):
         self.questions = [words_of(text) for task in tasks for text in task.fields.values()]
+        self.questions += [words_of(task.fields["fen"].split()[0]) for task in tasks if "fen" in task.fields]
         answers = {answer.strip().casefold() for task in tasks for answer in task.answers}
-        self.answers = {answer for answer in answers if len(answer) > 1}
-        self.sources = {task.source.casefold() for task in tasks if re.search(r"[\d_-]", task.source)}  # no plain words
+        answers |= {move for task in tasks if "fen" in task.fields for move in task.answer.split()}
+        # short words are the language's: "two", "film" and "English" are answers too
+        self.answers = {answer for answer in answers if re.search(r"\d.|.\d| ", answer) or len(answer) >= 10}
+        self.sources = {task.source.casefold() for task in tasks
+                        if re.search(r"[\d_-]", task.source) and len(task.source) > 3}             # no plain words
 
 
 def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task], forbidden: ForbiddenText,
@@ -73,7 +78,8 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
         scripted = ScriptedEngine(engine.tokenizer, model)
         traces = rollout.run(scripted, env, sandbox, source, some, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
-        if not passes(f"null model: {name}", f"solves {n_solved} of {len(some)} tasks" if n_solved else ""):
+        if not passes(f"null model: {name}",
+                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.n_lucky else ""):
             return probes
     traces = rollout.run(engine, env, sandbox, source, tasks[:2], 1, (*seed, "real"), cfg)
     passes("first tasks", next((f"{t.status}: {t.end}" for t in traces if t.status != "ok"), ""), len(traces))
@@ -101,7 +107,8 @@ def parse_harness(source: str) -> tuple[ast.Module, str]:
 
 
 def lint(tree: ast.Module) -> str:
-    """The first thing in the file that a harness has no business with. A lint, not a wall: the sandbox is the wall."""
+    """The first thing in the file that a harness has no business with. A lint, not a wall: the sandbox is the wall.
+    "The question" is what a task asks: its text, or its position."""
     imported, asked = set(), {"question"}                   # asked: names that stand for the question's text
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -133,7 +140,7 @@ def root_of(node: ast.AST, asked: set[str] = frozenset()) -> str:
     """The name at the left end of a.b[c].d; with `asked`, "question" for task["question"] and the names in `asked`."""
     while node is not None and not isinstance(node, ast.Name):
         keys = [node.slice] if isinstance(node, ast.Subscript) else node.args[:1] if isinstance(node, ast.Call) else []
-        if asked and [constant_of(key) for key in keys] == ["question"]:
+        if asked and len(keys) == 1 and constant_of(keys[0]) in ("question", "fen", "board"):
             return "question"
         node = getattr(node, "value", None) or (getattr(node, "func", None) if asked else None)     # f(a).b is not f's
     return "" if node is None else "question" if node.id in asked else node.id
@@ -170,7 +177,8 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
         texts |= set(decodings(value.decode("latin-1") if isinstance(value, bytes) else str(value)))
     answers = set()
     for text in texts:
-        if found := DATA_NAMES.search(text) or next((s for s in forbidden.sources if s in text.casefold()), ""):
+        named = (s for s in forbidden.sources if re.search(rf"(?<!\w){re.escape(s)}(?!\w)", text.casefold()))
+        if found := DATA_NAMES.search(text) or next(named, ""):
             return f"names a data set or split: {str(found if isinstance(found, str) else found[0])!r}"
         pieces = [piece for piece in re.split(r"[\s,;:|/]+", text.casefold()) if piece]
         hits = forbidden.answers.intersection([text.casefold().strip(), *pieces])
@@ -217,10 +225,19 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     yield "unsure", lambda prompt: "I don't know."
     yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
     yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
-    if "python" in env.tools:                               # elsewhere prompts rightly hold what may be the answer
+    if "move" in env.tools:
+        yield "copy", lambda prompt: box(moves_in(prompt)[0]) if len(moves_in(prompt)) == 1 else "I don't know."
+        yield "spray", lambda prompt: " ".join(map(box, sorted(moves_in(prompt)))) or "I don't know."
+        return
+    if "python" in env.tools:                               # a search puts what may be the answer into honest prompts
         yield "copy", copy                                  # takes the last number that the harness put into the prompt
     wrong = box("987654321")                                # first and last, so that no place in a row wins by chance
     yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in tasks), wrong])
+
+
+def moves_in(prompt: str) -> list[str]:
+    """The moves that a prompt lists in brackets, each once."""
+    return list(dict.fromkeys(re.findall(r"\[([a-h][1-8][a-h][1-8][qrbn]?)\]", prompt)))
 
 
 class ScriptedEngine:

@@ -54,7 +54,9 @@ def chat(system: str, user: str) -> list[dict]:
 
 def generate(messages: list[dict], tools: list[dict] | None = None, max_tokens: int | None = None,
              stop: list[str] | None = None) -> dict:
-    """Request one model call. Messages are {"role", "content"}, and {"role": "tool", "name", "content"}. -> Reply"""
+    """Request one model call. Messages are {"role", "content"}, and {"role": "tool", "name", "content"}. -> Reply
+
+    A reply ends before a stop string; so after stop=["</answer>"] it holds no closed tag, and nothing to grade."""
     return {"type": "generate", "messages": messages, "tools": tools, "max_tokens": max_tokens, "stop": stop}
 
 

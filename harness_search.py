@@ -165,8 +165,10 @@ class Search:
         after = self._fingerprint()
         if changed := [str(path) for path, sha in before.items() if after.get(path) != sha]:
             raise SearchError(f"the proposer changed {', '.join(changed)}: archive and scorer are not its to write")
-        if not 1 <= len(proposed) <= self.n_candidates:
-            raise SearchError(f"the proposer returned {len(proposed)} candidates, not 1 to {self.n_candidates}")
+        if len(proposed) > self.n_candidates:
+            raise SearchError(f"the proposer returned {len(proposed)} candidates, not at most {self.n_candidates}")
+        if not proposed and number == 2:                            # later on it may have tried all that it knows
+            raise SearchError("the proposer returned no candidate")
         candidates = self._write([
             replace(candidate, name=f"h{len(self.outcomes) + i}", iteration=number,
                     hypothesis=" ".join(candidate.hypothesis.split()),
@@ -285,7 +287,7 @@ Read `history.jsonl` (one row a candidate) and, of each candidate, `harness.py`,
 gate refused it), and `traces.jsonl`: a row a rollout, with every request and result, the verdict and one word for the
 kind of failure. Write to none of these files, nor to the program that runs you.
 
-What is graded: {env.__doc__} The verifier sees the model's last reply alone.
+What is graded: {env.__doc__}
 Budgets, which no harness can raise: {cfg.max_calls} model calls and {cfg.max_assistant_tok} sampled tokens a rollout,
 {cfg.harness_limits.seconds:g} s between two requests, {MAX_SOURCE_BYTES:,} bytes of source.
 

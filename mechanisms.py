@@ -9,6 +9,8 @@ import ast
 import json
 from dataclasses import dataclass
 
+from gates import constant_of
+
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -252,7 +254,7 @@ def render_generic(h0: str, has: frozenset[str], heading: str) -> str:
             case ast.Assign(targets=[ast.Name(id="MAX_CALLS")], value=ast.Constant(value=int(n))):
                 edits[node.lineno, node.end_lineno] = f"MAX_CALLS = {n * (1 + ('more_calls' in has))}"
             case ast.Assign(targets=[ast.Name(id="SYSTEM_PROMPT")]):
-                lines = [ast.literal_eval(node.value), *(line for name, line in LINES.items() if name in has)]
+                lines = [constant_of(node.value), *(line for name, line in LINES.items() if name in has)]
                 edits[node.lineno, node.end_lineno] = f"SYSTEM_PROMPT = {json.dumps(' '.join(filter(None, lines)))}"
     rows = h0.splitlines()
     for (first, last), text in sorted(edits.items(), reverse=True):

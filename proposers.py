@@ -2,7 +2,8 @@
 
 `propose_by_rules`, the embedded one, is a rule-based stand-in for a coding agent: it reads the archive's traces, counts
 why rollouts failed, and writes complete new files that combine known mechanisms, each with a hypothesis that the counts
-of its own score can prove wrong. It is deterministic for a seed. It cannot invent a mechanism.
+of its own score can prove wrong. It is deterministic for a seed. It cannot invent a mechanism; when it has tried all
+that it knows, it returns fewer candidates, or none.
 
 Differs from the paper: the paper's proposer is a coding agent (Claude Opus) with file access to the same archive.
 """
@@ -70,8 +71,8 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
         for _ in range(4):
             several += rank(set(several))[:1]
         yield from ((several[:n], []) for n in (3, 2, 4))
-        for _ in range(1000):
-            yield rng.sample(list(known), min(len(known), rng.randint(2, 5))), []
+        for _ in range(1000):                                       # at last anything, also from h0 afresh
+            yield rng.sample(list(known), min(len(known), rng.randint(1, 5))), rng.choice([[], sorted(base)])
 
     def explain(added: list[str], removed: list[str]) -> str:
         """A hypothesis that the counts in the new candidate's score.json can prove wrong."""
@@ -90,7 +91,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
         for added, removed in fills(slot):
             has = add_mechanisms(base - set(removed), added, known)
             changed = [name for name in known if name in has - base]
-            hypothesis = explain(changed, removed)
+            hypothesis = explain(changed, [name for name in removed if name not in has])
             source = render(request.domain, has, textwrap.fill(f"From {parent.name} by rule: {hypothesis}.", 116), h0)
             if program_of(source) not in taken:
                 taken.add(program_of(source))

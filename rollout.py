@@ -15,9 +15,9 @@ import hashlib
 import json
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
@@ -235,6 +235,18 @@ class Prompter:
         return full, self.defuse(content[:min(cuts)] if cuts else content)
 
 
+@contextmanager
+def threads(n: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool that, when something goes wrong or the user stops it, does not work off its queue first."""
+    pool = ThreadPoolExecutor(n)
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
 @dataclass
 class Live:
     """A program that has not ended."""
@@ -291,8 +303,7 @@ class Batch:
         self.verdicts: list[tuple[Trace, Future]] = []
         todo = deque(enumerate(wanted))
         workers = Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)
-        with (closing(workers) as self.programs,
-              ThreadPoolExecutor(1) as self.tools, ThreadPoolExecutor(N_GRADERS) as self.graders):
+        with closing(workers) as self.programs, threads(1) as self.tools, threads(N_GRADERS) as self.graders:
             while todo or self.live:
                 while todo and len(self.live) < self.cfg.n_live:
                     program, (task, sample) = todo.popleft()

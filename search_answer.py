@@ -33,6 +33,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 MAX_ANSWER_CHARS, MAX_JUDGED_CHARS, MAX_JUDGE_BYTES, BACKOFF_S = 500, 300, 65536, 1.0
+MAX_FAILURES = 20           # in a row: then the judge is down, and no score is worth having
 SPELLINGS = str.maketrans(dict.fromkeys("‐‑‒–—―−〜﹘", "-") | dict.fromkeys("‘’‚‛ʻʼʹ´`′", "'")
                           | dict.fromkeys("“”„‟″", '"') | dict.fromkeys("⁄∕", "/") | dict.fromkeys("™®©", ""))
 ARTICLES, MARKS = {"a", "an", "the"}, f"[{re.escape(string.punctuation)}]"
@@ -145,6 +146,10 @@ def golds_of(cells: dict) -> tuple[str, ...]:
     return tuple(dict.fromkeys(golds))
 
 
+class JudgeDown(RuntimeError):
+    """A judge that gives no verdicts at all."""
+
+
 class Judge:
     """A language model that says whether two answers mean the same, asked where exact match says no. Thread-safe.
 
@@ -163,6 +168,7 @@ class Judge:
         self.is_loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self.model, self.timeout_s, self.tries, self.max_tokens = model, timeout_s, tries, max_tokens
         self.n_asked = self.n_failed = self.n_cached = 0        # answers sent, of them without a verdict; remembered
+        self.n_in_a_row = 0                             # without a verdict
         self.last_error = ""                            # why the last try failed
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._lock, self._verdicts, self._cache_path = threading.Lock(), {}, cache_path
@@ -174,6 +180,11 @@ class Judge:
                 except (ValueError, LookupError, TypeError, RecursionError) as error:
                     if not b'{"hash": "'.startswith(line[:10]):               # else empty or cut by a kill: asked again
                         raise ValueError(f"{cache_path}, line {n}: is no judge's verdict; use another file") from error
+
+    def check(self) -> None:
+        """JudgeDown if it gives no verdict on a plain case."""
+        if self.same("What is the capital of France?", ("Paris",), "the city of Paris") is None:
+            raise JudgeDown(f"the judge at {self.endpoint} gives no verdict: {self.last_error}")
 
     def same(self, question: str, golds: Sequence[str], prediction: str) -> bool | None:
         """Does the prediction mean the same as a gold? None if no try brought a verdict: then exact match decides."""
@@ -193,6 +204,10 @@ class Judge:
             time.sleep(BACKOFF_S * n_tried)
             verdict, n_tried = self._ask(case), n_tried + 1
         with self._lock:
+            self.n_in_a_row = 0 if verdict is not None else self.n_in_a_row + 1
+            if self.n_in_a_row > MAX_FAILURES:
+                raise JudgeDown(f"no verdict from the judge {self.n_in_a_row} times in a row; the last reason: "
+                                f"{self.last_error}. The same command goes on from the last finished step.")
             if verdict is None:
                 self.n_failed += 1
                 return None

@@ -184,9 +184,11 @@ def _parse_json(text: str, where: str) -> object:
 
 
 def question_key(task: Task) -> str:
-    """The same for two tasks that ask the same, whatever the case and the white space; a position is its own key."""
-    text = " ".join(" ".join(task.fields.values()).split())
-    return text if "fen" in task.fields else text.casefold()                    # case tells white from black
+    """The same for two tasks that ask the same, whatever the case and the white space. Of a position: all but its move
+    counters; its case tells white from black."""
+    if "fen" in task.fields:
+        return " ".join([*task.fields["fen"].split()[:4], *list(task.fields.values())[1:]]).strip()
+    return " ".join(" ".join(task.fields.values()).casefold().split())
 
 
 def load_tasks(path: str | Path, env) -> list[Task]:

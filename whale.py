@@ -130,7 +130,7 @@ DOMAIN_PRESETS = {                          # where a domain differs
 CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
 PROPOSERS = {"rules": propose_by_rules}
-FREE_ON_RESUME = {"out", "name", "n_workers"}     # fields that change no result
+FREE_ON_RESUME = {"out", "name", "n_workers"}     # fields that change no result, as does the address of a server
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,8 @@ class Run:
         self.budget()                                                           # refuses a schedule of no steps
         check_disk(cfg)
         self.dir = RunDir(cfg.run_dir, identity={
-            "config": {key: value for key, value in asdict(cfg).items() if key not in FREE_ON_RESUME},
+            "config": {key: value for key, value in asdict(cfg).items()
+                       if key not in FREE_ON_RESUME and not str(value).startswith(("http://", "https://"))},
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
                        "model": hash_model(cfg.model), "h0": sha256(self.h0),
                        **{path.name: hash_model(str(path)) for path in self.env.files}}})
@@ -416,6 +417,7 @@ class Run:
         cfg = self.cfg
         self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
                                model=cfg.model, n_eval=cfg.n_eval,
+                               verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
                                cycles=len(self.state.accepted), sandbox=self.sandbox.layers, version=code_version())
         self.dir.save()
 
@@ -461,7 +463,7 @@ def load_splits(cfg: Config) -> tuple:
     try:
         env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
     except (ValueError, OSError) as error:
-        raise UsageError(f"--retriever or --judge-url: {error}") from None
+        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
     embedded = ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
@@ -473,8 +475,11 @@ def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
     """The judge that the flags name, with the key that only the environment holds."""
     if bool(cfg.judge_url) != bool(cfg.judge_model):
         raise UsageError("--judge-url and --judge-model go together")
-    key = os.environ.get("WHALE_JUDGE_KEY") or None
-    return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
+    try:
+        key = os.environ.get("WHALE_JUDGE_KEY") or None
+        return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
+    except ValueError as error:
+        raise UsageError(f"--judge-url: {error}") from None
 
 
 def hash_tasks(tasks: list[Task]) -> str:

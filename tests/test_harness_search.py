@@ -482,7 +482,7 @@ def variants(request, *sources, parent="h0"):
 def test_too_few_or_too_many_candidates_stop_the_search(n, tmp_path, engine, sandbox):
     search = make_search(tmp_path, engine, sandbox, proposer=lambda request: variants(request, *[H0] * n))
     search.iterate()
-    with pytest.raises(SearchError, match=f"{n} candidates"):
+    with pytest.raises(SearchError, match=f"{n or 'no'} candidate"):
         search.iterate()
 
 
@@ -547,14 +547,15 @@ def write_traces(folder: Path, failures: dict[str, int]) -> None:
     (folder / "traces.jsonl").write_text("".join(rows))
 
 
-def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source: str = H0) -> list[list[Candidate]]:
+def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source: str = H0,
+             domain: str = "math") -> list[list[Candidate]]:
     """Proposals over iterations with made-up scores and failures, without a model."""
     rng = random.Random(seed)
     history = [make_outcome("h0", 0.2, source=source)]
     write_traces(folder / "h0", FAILURES)
     rounds = []
     for iteration in range(2, n_iterations + 2):
-        request = ProposalRequest(folder, tuple(history), m, (seed, "propose", iteration), "math")
+        request = ProposalRequest(folder, tuple(history), m, (seed, "propose", iteration), domain)
         rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(proposers.propose_by_rules(request))])
         for candidate in rounds[-1]:
             write_traces(folder / candidate.name, {word: rng.randint(0, 60) for word in FAILURES})
@@ -598,6 +599,20 @@ def test_later_rounds_build_on_the_best_and_may_take_away(tmp_path):
     removals = [c for candidates in rounds for c in candidates if c.hypothesis.startswith("without ")]
     assert removals and all(c.hypothesis.split()[1].rstrip(",") not in c.mechanisms for c in removals)
     assert len({candidates[0].parent for candidates in rounds}) > 1
+
+
+def test_the_rules_do_not_run_dry_before_their_table_does(tmp_path):
+    """Forty iterations, as in the paper's harness-only runs, never stop for want of a new program."""
+    rounds = simulate(tmp_path, 40, seed=1)
+    assert [len(candidates) for candidates in rounds] == [3] * 40
+
+
+def test_a_small_table_is_tried_out_and_then_there_is_nothing_more(tmp_path):
+    """Chess has 3 x 2 x 3 x 2 x 2 programs, of which h0 is one."""
+    source = (ROOT / "harnesses" / "h0_chess.py").read_text()
+    rounds = simulate(tmp_path, 60, source=source, domain="chess")
+    sizes = [len(candidates) for candidates in rounds]
+    assert sizes[:16] == [3] * 16 and 0.9 * 71 < sum(sizes) <= 71 and sizes[-1] == 0
 
 
 def test_a_foreign_incumbent_is_said_to_be_unknown(tmp_path):
