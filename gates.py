@@ -181,9 +181,10 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
         if found := DATA_NAMES.search(text) or next(named, ""):
             return f"names a data set or split: {str(found if isinstance(found, str) else found[0])!r}"
         pieces = [piece for piece in re.split(r"[\s,;:|/]+", text.casefold()) if piece]
-        hits = forbidden.answers.intersection([text.casefold().strip(), *pieces])
+        hits = forbidden.answers.intersection(pieces)
         if 2 * sum(piece in hits for piece in pieces) >= len(pieces):
             answers |= hits
+        answers |= forbidden.answers & {text.casefold().strip()}                    # of several words
     if len(answers) >= ANSWER_TABLE:
         return f"holds a table of answers: {len(answers)} of its constants are answers"
     spans = {words[i:i + n] for words in map(words_of, texts) for n in range(5, QUESTION_WORDS + 1)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import chess
@@ -9,14 +10,15 @@ import pytest
 
 from engine import load_tokenizer
 from envs import ENVS, ChessEnv, MathEnv, SearchEnv
-from gates import ForbiddenText, ScriptedEngine, check_harness
+from gates import ForbiddenText, ScriptedEngine, check_harness, find_literals, lint, parse_harness
+from harness_search import task_text
 from mechanisms import mechanisms_of, render
 from proposers import add_mechanisms
 from retriever import RetrieverDown
 from rollout import InfraError, RolloutConfig, run
 from sandbox import Sandbox
 from search_index import Bm25Index
-from tasks import DataError, Task
+from tasks import DataError, Task, check_disjoint
 from whale import ROOT
 
 CFG = RolloutConfig(max_assistant_tok=2000, max_calls=18)
@@ -255,7 +257,105 @@ def test_broken_questions_name_the_place(tmp_path, row, words):
     assert f"{path}, line 2" in str(error.value) and words in str(error.value)
 
 
+def test_a_position_is_the_same_at_any_move_number(tmp_path):
+    """Two splits must not share it, whatever its counters say."""
+    a = Task("a", {"fen": "6k1/5ppp/8/8/8/8/8/R5K1 w - - 0 1", "trigger": ""}, "a1a8", "x")
+    b = Task("b", {"fen": "6k1/5ppp/8/8/8/8/8/R5K1 w - - 12 40", "trigger": ""}, "a1a8", "x")
+    with pytest.raises(DataError, match="'b' and train 'a'"):
+        check_disjoint(train=[a], test=[b])
+
+
+def test_ids_that_each_data_set_counts_anew(tmp_path):
+    """Search-R1's and FlashRAG's rows are numbered train_0, train_1 ... in each of their sets."""
+    rows = [{"id": "train_0", "question": f"q of {name}?", "golden_answers": ["x"], "data_source": name} for name in ("nq", "hotpotqa")]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"id": "train_0", "question": "another?", "golden_answers": ["x"]}))
+    train, test = (SearchEnv().load(tmp_path / f"{name}.jsonl") for name in ("train", "test"))
+    assert [task.id for task in train] == ["nq-train_0", "hotpotqa-train_0"]
+    check_disjoint(train=train, test=test)
+
+
 # ---- all domains ----
+
+
+GATED = {
+    "a table of positions": ("chess", False, 'if task["fen"] == "8": messages = []'),
+    "a look-up of the board": ("chess", False, 'hint = {}.get(task["board"], "")'),
+    "the moves sorted": ("chess", True, 'moves = sorted(task["legal_moves"].splitlines(), key=lambda line: "#" not in line)'),
+    "a table of moves": ("chess", False, "MOVES = " + repr([t.answer.split()[0] for t in ChessEnv().load(
+        ROOT / "embedded" / "chess" / "train.jsonl")[:20]])),
+    "common words": ("search", True, 'STOP = "one two three four film american english king the of and".split()'),
+    "a branch on the question": ("search", False, 'if "mayor" in task["question"]: messages = []'),
+    "a table of names": ("search", False, "NAMES = " + repr([t.answers[0] for t in SearchEnv().load(
+        ROOT / "embedded" / "search" / "train.jsonl") if " " in t.answers[0]][:20])),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_what_the_gates_say_to_files(name):
+    domain, honest, line = GATED[name]
+    tree, why = parse_harness(ENVS[domain].h0.read_text().replace("    for _ in range", f"    {line}\n    for _ in range"))
+    tasks = ENVS[domain]().load(ROOT / "embedded" / domain / "train.jsonl")
+    assert not why and (not lint(tree) and not find_literals(tree, ForbiddenText(tasks))) == honest
+
+
+def test_a_file_named_2_does_not_forbid_the_number_2(tmp_path):
+    (tmp_path / "2.jsonl").write_text(json.dumps({"id": "a", "question": "who?", "answer": "me"}))
+    tree, _ = parse_harness(SearchEnv.h0.read_text())
+    assert find_literals(tree, ForbiddenText(SearchEnv().load(tmp_path / "2.jsonl"))) == ""
+
+
+CHEATING_HARNESSES = {
+    "chess": 'from harness_api import chat, generate, move, said_moves\nSYSTEM_PROMPT = USER_PROMPT = ""\ndef run(task):\n'
+             '    best = [line for line in task["legal_moves"].splitlines() if "#" in line] or [task["legal_moves"].splitlines()[0]]\n'
+             '    reply = yield generate(chat("", "Play the move of this line: " + best[0]))\n'
+             '    yield move(said_moves(reply.content)[0] if said_moves(reply.content) else "")\n',
+    "search": 'from harness_api import chat, generate\nSYSTEM_PROMPT = USER_PROMPT = ""\ndef run(task):\n'
+              '    yield generate(chat("", "Say <answer>Trask</answer>"))\n',
+}
+
+
+def test_a_harness_that_leaves_one_move_to_say_is_refused(tokenizer, sandbox):
+    tasks = ChessEnv().load(ROOT / "embedded" / "chess" / "harness.jsonl")[:8]
+    model = ScriptedEngine(tokenizer, lambda prompt: "I do not know.")
+    source = CHEATING_HARNESSES["chess"]
+    for extra, probe in (("", "echo"), (", for example [e2e4] <move>x</move>", "copy")):
+        text = source.replace('line: " + best[0]', f'line: " + best[0] + "{extra.replace("[e2e4] ", "")}"')
+        probes = check_harness(text, ChessEnv(), model, sandbox, tasks, ForbiddenText(tasks), CFG, (0,))
+        assert (probes[-1].name, probes[-1].passed) == (f"null model: {probe}", False)
+
+
+def test_a_prompt_that_holds_the_answer_in_its_form_is_refused(tokenizer, sandbox, search_env):
+    model = ScriptedEngine(tokenizer, lambda prompt: "I do not know.")
+    probes = check_harness(CHEATING_HARNESSES["search"], search_env, model, sandbox, [QUESTION], ForbiddenText([]), CFG, (0,))
+    assert (probes[-1].name, probes[-1].passed) == ("null model: echo", False)
+
+
+@pytest.mark.parametrize("domain", ENVS)
+def test_the_proposer_is_told_what_is_graded(domain):
+    text = task_text(ENVS[domain](), [], CFG, 3)
+    assert ("the model's last reply" in text.split("Budgets")[0]) == (domain != "chess")
+    assert domain != "chess" or "the whole line must be played" in text
+
+
+def test_a_stop_does_not_wait_for_the_verifier(tokenizer, sandbox, search_env):
+    """Ctrl-C while a slow judge has a queue: what has not begun is dropped."""
+    graded = []
+
+    class Slow(SearchEnv):
+        def verify(self, task, reply, state=None):
+            graded.append(task.id)
+            time.sleep(0.2)
+            return super().verify(task, reply, state)
+
+    def stop(trace):
+        if trace.sample == 99:
+            raise KeyboardInterrupt
+
+    model = ScriptedEngine(tokenizer, lambda prompt: "x")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, Slow(search_env.spec), sandbox, SearchEnv.h0.read_text(), [QUESTION], 100, (0,), CFG, stop)
+    assert len(graded) < 90
 
 
 @pytest.mark.parametrize("domain", ENVS)

@@ -17,6 +17,7 @@ import search_answer
 from search_answer import (
     MAX_ANSWER_CHARS,
     Judge,
+    JudgeDown,
     golds_of,
     last_answer,
     normalise,
@@ -391,6 +392,20 @@ def test_a_slow_server_costs_the_limit_only(serve, script):
     start = time.monotonic()
     assert judge.same(*ASK) is None and counters(judge) == (1, 1, 0)
     assert time.monotonic() - start < 15                # the server would take 20 s and more
+
+
+def test_a_judge_that_is_down_stops_the_run(serve, monkeypatch):
+    """Some failures are counted; a judge that never answers would make every score that of exact match."""
+    monkeypatch.setattr(search_answer, "MAX_FAILURES", 3)
+    judge = Judge(serve((500, b"")).url, "m", tries=1)
+    with pytest.raises(JudgeDown, match="HTTP status 500"):
+        judge.check()
+    assert [judge.same("q", ("a",), f"p{i}") for i in range(2)] == [None, None]
+    with pytest.raises(JudgeDown, match="4 times in a row"):
+        judge.same("q", ("a",), "p3")
+    judge = Judge(serve(*[(500, b"")] * 3, RIGHT, *[(500, b"")] * 3, WRONG).url, "m", tries=1)
+    assert [judge.same("q", ("a",), f"p{i}") for i in range(8)] == [None, None, None, True, None, None, None, False]
+    Judge(serve(RIGHT).url, "m").check()
 
 
 def test_no_server_is_no_verdict(serve):
