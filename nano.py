@@ -36,6 +36,7 @@ TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<
 VOCABULARY = 1280
 MIX = {"math": 24, "search": 24, "chess": 20}           # demonstrations in a training batch
 N_PRACTICE_PUZZLES = 2000
+PROMPT_WEIGHT = 0.5         # of the prompts in the loss: what comes again in them teaches to copy, as all worlds ask
 NEW_BOOK_EVERY = 25         # training steps between made-up encyclopaedias, so that no fact is worth remembering
 
 # ChatML with tools, the shape of Qwen's template: tools in the system turn, tool results in a user turn.
@@ -212,25 +213,27 @@ def train_model(tokenizer, demonstrator: Demonstrator, n_steps: int, folder: Pat
                 for domain, n in MIX.items() for _ in range(n)]
         rows.sort(key=lambda row: len(row[0]))
         n_supervised = sum(sum(mask) for _, mask, _ in rows)
+        n_prompt = sum(len(mask) for _, mask, _ in rows) - n_supervised
         losses = dict.fromkeys(MIX, 0.0)
         for start_row in range(0, len(rows), 16):                   # micro-batches of similar lengths: less padding
             part = rows[start_row:start_row + 16]
             width = max(len(ids) for ids, _, _ in part)
             x = torch.zeros(len(part), width, dtype=torch.long)
-            y = torch.full((len(part), width), -100)
-            for i, (ids, mask, _) in enumerate(part):
+            mask = torch.zeros(len(part), width, dtype=torch.bool)  # True: the model's own
+            for i, (ids, own_ids, _) in enumerate(part):
                 x[i, :len(ids)] = torch.tensor(ids)
-                y[i, :len(ids)] = torch.where(torch.tensor(mask), torch.tensor(ids), -100)
+                mask[i, :len(ids)] = torch.tensor(own_ids)
             with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16):
                 # causal, so pads on the right are inert
                 hidden = model.model(input_ids=x, use_cache=False).last_hidden_state[:, :-1]
-                own = y[:, 1:] != -100
-                logits = model.lm_head(hidden[own])
-            each = torch.nn.functional.cross_entropy(logits.float(), y[:, 1:][own], reduction="none")
-            (each.sum() / n_supervised).backward()
+                own, real = mask[:, 1:], x[:, 1:] != 0
+                logits = model.lm_head(hidden[real])
+            each = torch.nn.functional.cross_entropy(logits.float(), x[:, 1:][real], reduction="none")
+            weight = torch.where(own[real], 1 / n_supervised, PROMPT_WEIGHT / n_prompt)
+            (each * weight).sum().backward()
             for domain in MIX:
                 mine = torch.tensor([row[2] == domain for row in part]).repeat_interleave(own.sum(1))
-                losses[domain] += each.detach()[mine].sum().item()
+                losses[domain] += each.detach()[own[real]][mine].sum().item()
         for group in optimizer.param_groups:
             group["lr"] = peak * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / n_steps))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -248,7 +251,7 @@ def train_model(tokenizer, demonstrator: Demonstrator, n_steps: int, folder: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT)
-    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--show", type=int, default=0, help="print so many demonstrations of each world and stop")
     args = parser.parse_args()
     start = time.monotonic()
