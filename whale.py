@@ -9,7 +9,7 @@ Differs from the paper:
 - Evaluation: the test split is measured at the start and after every phase, always with the same seeds.
 - The `tiny` preset is the same loop at a size that a laptop CPU runs in minutes; only the numbers in PRESETS differ.
 
-    bash run.sh math                                         the whole loop on the embedded model
+    bash run.sh math | search | chess                        the whole loop on the embedded model
     bash run.sh math --method weight --seed 1                one phase switched off
     bash run.sh eval math --harness FILE --model DIR         mean@8 of one harness and one model
     bash run.sh check-harness math FILE | sandbox FILE.py | verify math --cases FILE.jsonl
