@@ -125,7 +125,8 @@ PRESETS = {
 }
 DOMAIN_PRESETS = {                          # where a domain differs
     ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
-    ("tiny", "chess"): dict(epochs=0.25, max_calls=12, max_len=1536),
+    ("tiny", "search"): dict(epochs=0.3125, prompt_batch=64, lr=5e-4),
+    ("tiny", "chess"): dict(epochs=1.25, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
 }
 CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",),
            "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
