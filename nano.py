@@ -6,6 +6,8 @@ random weights to imitate demonstrations of three small worlds, in many phrasing
 with a Python tool and questions with a search tool (nano_worlds.py), and chess puzzles (nano_chess.py). As with a real
 base model, its habits are mixed on purpose; those two files are where they are mixed.
 
+It takes about 25 minutes on two idle cores, an estimate from its rate: the shipped model took 30 beside other work.
+
 Only these three files know that the model is small. It shows the mechanism; it is no evidence about real models.
 
     python nano.py                      data, tokenizer, model, into embedded/

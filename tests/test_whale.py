@@ -8,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,60 @@ def test_flags_of_search_are_checked_before_a_model_is_loaded(flags, words, tmp_
     monkeypatch.setattr("whale.TransformersEngine", None)
     code, output = call(*flags, "--out", tmp_path)
     assert code in (1, 2) and words in output and "Traceback" not in output and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def retriever() -> str:
+    """The address of a real server over the embedded corpus, started as a user starts it."""
+    process = start("retriever", "--corpus", ROOT / "embedded/search/corpus.jsonl", "--port", 0)
+    line = process.stdout.readline()
+    yield re.search(r"http://[\d.:]+", line)[0]
+    process.terminate()
+    assert process.wait(20) == 143
+
+
+def test_a_server_finds_what_the_corpus_does(retriever, tmp_path):
+    flags = ["eval", "search", "--test", f"{ROOT}/embedded/search/test.jsonl[:24]", "--n", 1, "--out", tmp_path]
+    direct, served = call_json(*flags), call_json(*flags, "--retriever", retriever)
+    assert Path(direct["traces"]).read_text() == Path(served["traces"]).read_text() and "[1] " in Path(direct["traces"]).read_text()
+    dead = "http://127.0.0.1:9"
+    assert call_json(*flags, "--retriever", f"{dead},{retriever}")["mean"] == direct["mean"]
+    code, output = call(*flags, "--retriever", dead)
+    assert code == 1 and dead in output and "Traceback" not in output
+
+
+def test_a_judge_is_asked_and_counted(tmp_path, monkeypatch):
+    """A server that calls every answer right: whoever answers at all is rewarded; its key is in no file."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.dumps({"choices": [{"message": {"content": "VERDICT: CORRECT"}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    monkeypatch.setenv("WHALE_JUDGE_KEY", "planted-key")
+    data = ROOT / "embedded" / "search"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        judge = ["--judge-url", f"http://127.0.0.1:{server.server_port}", "--judge-model", "m", "--test", f"{data}/test.jsonl[:24]"]
+        result = call_json("eval", "search", *judge, "--n", 1, "--out", tmp_path)
+        kinds = [json.loads(line) for line in Path(result["traces"]).read_text().splitlines()]
+        assert result["mean"] == sum(trace["answered"] for trace in kinds) / 24 > 0 and result["judge"]["failed"] == 0
+        code, output = call("search", *judge, "--method", "weight", "--rollouts", 128, "--prompt-batch", 16, "--epochs", 0.01, "--n-eval",
+                            1, "--harness-set", f"{data}/harness.jsonl[:16]", "--out", tmp_path, "--name", "judged")
+        server.shutdown()
+    assert code == 0 and "judge: asked" in output and set(asked) == {"Bearer planted-key"}
+    summary = json.loads((tmp_path / "judged/summary.json").read_text())
+    assert summary["verifier"] == "judge m" and (tmp_path / "judged/judge.jsonl").exists()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"planted-key" in path.read_bytes()]
 
 
 def test_verify_explains_each_domain(tmp_path):
