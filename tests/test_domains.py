@@ -160,6 +160,24 @@ def test_the_judge_is_asked_only_where_exact_match_says_no(search_env):
     assert search_env.verify(QUESTION, "no tags").reward == 0 and len(asked) == 3
 
 
+SHARED = ROOT.parent / "shared" / "data"
+FILES = {"nq_open_dev.jsonl": 1805, "hotpotqa_dev.json": 50, "2wiki_dev.json": 41, "musique_dev.jsonl": 50, "popqa.json": 100,
+         "bamboogle.jsonl": 63, "mini_wiki_questions.jsonl": 457, "lichess_puzzles.csv": 2511}
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the real samples are not here")
+@pytest.mark.parametrize("name", FILES)
+def test_real_files_load(name):
+    env = ChessEnv() if name.endswith(".csv") else SearchEnv()
+    tasks = env.load(SHARED / name)
+    assert len(tasks) == FILES[name] and len({task.id for task in tasks}) == len(tasks)
+    assert all(task.answers and all(answer.strip() for answer in task.answers) for task in tasks)
+    if name == "popqa.json":
+        assert tasks[0].answers == ("politician", "political leader", "political figure", "polit.", "pol")
+    if name == "bamboogle.jsonl":
+        assert all("\n" not in answer for task in tasks for answer in task.answers)
+
+
 # ---- chess ----
 
 
