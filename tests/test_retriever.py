@@ -58,7 +58,8 @@ def corpus(tmp_path_factory) -> Path:
 def running(*flags):
     """The real program -> (process, ready line, URL); SIGTERM ends it."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, "--port", "0", *map(str, flags)], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,      # a shell's background job ignores SIGINT
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
