@@ -4,7 +4,7 @@
 #
 #   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 3 minutes)
 #   bash run.sh search | chess           the same on the other two domains (about 4 minutes each)
-#   bash run.sh test [pytest flags]      the tests (about 9 minutes)
+#   bash run.sh test [pytest flags]      the tests (about 5 minutes)
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 
