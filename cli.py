@@ -131,7 +131,7 @@ def command_eval(args: argparse.Namespace) -> int:
 
 def judged(env) -> dict:
     """What the judge did, if there was one."""
-    judge = getattr(env, "judge", None)
+    judge = env.judge
     return {"judge": {"model": judge.model, "asked": judge.n_asked, "failed": judge.n_failed,
                       "cached": judge.n_cached}} if judge else {}
 

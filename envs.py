@@ -8,6 +8,7 @@ A domain is one class here and one h0 file; `Env` says what it must have and wha
 """
 
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import chess_game
@@ -21,28 +22,30 @@ ROOT = Path(__file__).resolve().parent
 MAX_FOUND = 20_000          # searches that are remembered
 
 
-class Env:
-    """What every domain has. A new one sets `name` and `h0`, and writes `read`, `perfect_reply` and `verify`."""
+class Env(ABC):
+    """What every domain has. A new one sets `name` and `h0`, and writes `read`, `perfect_reply` and `verify`; with
+    tools of its own, also `use_tools`."""
     name: str
     h0: Path                                            # the harness file to start from
     tools: tuple[str, ...] = ()                         # request types beside "generate"; "python" is the sandbox's
     files: tuple[Path, ...] = ()                        # beside the tasks, what results depend on
+    judge: Judge | None = None                          # a second opinion where the verifier has one
     n_lucky: int = 0                                    # of gates.N_PROBE_TASKS that a model of no knowledge may solve
 
     def load(self, path: str | Path) -> list[Task]:
         return load_tasks(path, self)
 
+    @abstractmethod
     def read(self, row: Row, stem: str) -> Task:
         """One row of a data file; `stem` names the file in ids. A DataError where the row is broken."""
-        raise NotImplementedError
 
     def read_case(self, row: Row) -> Task:
         """One row of a file of verifier cases."""
         return Task(row.text("id", or_number=True), {}, row.text("reference", or_number=True), "case")
 
+    @abstractmethod
     def perfect_reply(self, task: Task) -> str:
         """A reply that the verifier must find right."""
-        raise NotImplementedError
 
     def find_fault(self, task: Task) -> str:
         """Why no reply could meet the reference; "" if one does."""
@@ -51,6 +54,7 @@ class Env:
 
     def open(self) -> None:
         """Makes ready, or refuses, what the tools need, before a model is loaded."""
+        return None
 
     def start(self, task: Task) -> tuple[object, dict[str, str]]:
         """-> what a rollout's tools remember (None: nothing), and what the harness's run(task) gets."""
@@ -59,11 +63,11 @@ class Env:
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         """Results in order: {"output": str, "ok": bool, "details": plain JSON for the harness}, and for the host "end":
         why the rollout is over, or "infra": what of our own machinery failed. All requests of a moment in one call."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has tools, {', '.join(self.tools)}, so it must write use_tools")
 
+    @abstractmethod
     def verify(self, task: Task, reply: str | None, state: object = None) -> Verdict:
         """Grades the model's last message, raw text; None if there is none."""
-        raise NotImplementedError
 
 
 class MathEnv(Env):
@@ -240,14 +244,14 @@ class ChessEnv(Env):
     def find_fault(self, task: Task) -> str:
         return ""                                       # `read` has played the line
 
-    def start(self, task: Task) -> tuple["chess_game.Game", dict[str, str]]:
+    def start(self, task: Task) -> tuple[chess_game.Game, dict[str, str]]:
         game = chess_game.Game(task.fields["fen"], task.fields["trigger"] or None, task.answer.split())
         return game, game.observation()
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         return [use.state.play(use.request["uci"], use.reply, use.turn) for use in uses]
 
-    def verify(self, task: Task, reply: str | None, state: "chess_game.Game | None" = None) -> Verdict:
+    def verify(self, task: Task, reply: str | None, state: chess_game.Game | None = None) -> Verdict:
         """Of the game that was played; without one, the last move of the reply alone is played."""
         if state is None:
             return chess_game.grade_reply(task.fields["fen"], task.answer.split(), reply)

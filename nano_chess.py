@@ -68,9 +68,10 @@ def find_mates_in_two(board: chess.Board) -> list[tuple[chess.Move, chess.Move, 
     return found
 
 
-def solve(board: chess.Board) -> Puzzle | None:
-    """The puzzle of a position, if exactly one first move forces mate in one or two."""
-    if mates := find_mates(board):
+def solve(board: chess.Board, longest: int) -> Puzzle | None:
+    """The puzzle of a position, if exactly one first move forces mate in one or, where `longest` is 2, in two."""
+    mates = find_mates(board)
+    if mates or longest == 1:
         return Puzzle(board.fen(), (mates[0].uci(),)) if len(mates) == 1 else None
     lines = find_mates_in_two(board)
     return Puzzle(board.fen(), tuple(move.uci() for move in lines[0])) if len(lines) == 1 else None
@@ -105,17 +106,12 @@ def find_puzzles(seed: str) -> list[Puzzle]:
     for board in sample_positions(rng):
         if board.legal_moves.count() > MAX_LEGAL or is_too_free(board):
             continue
-        puzzle = solve(board.copy(stack=False)) if missing[3] else solve_in_one(board)
+        puzzle = solve(board.copy(stack=False), 2 if missing[3] else 1)
         if puzzle and missing[len(puzzle.line)]:
             missing[len(puzzle.line)] -= 1
             puzzles.append(puzzle)
             if not any(missing.values()):
                 return puzzles
-
-
-def solve_in_one(board: chess.Board) -> Puzzle | None:
-    mates = find_mates(board)
-    return Puzzle(board.fen(), (mates[0].uci(),)) if len(mates) == 1 else None
 
 
 def is_too_free(board: chess.Board) -> bool:

@@ -237,14 +237,12 @@ class Prompter:
 
 @contextmanager
 def threads(n: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that, when something goes wrong or the user stops it, does not work off its queue first."""
+    """A pool that ends when its block does: whoever wanted a result has waited for it, and a stop waits for none."""
     pool = ThreadPoolExecutor(n)
     try:
         yield pool
-        pool.shutdown()
-    except BaseException:
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        raise
 
 
 @dataclass

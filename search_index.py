@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +117,13 @@ def scan_corpus(path: str | Path, progress: bool) -> Iterator[tuple[int, Documen
     require(n_passages > 0, f"--corpus {path}: holds no passage")
 
 
-class Index:
+class Index(ABC):
     backend: str
     corpus: Corpus
 
+    @abstractmethod
     def rank(self, queries: list[str], topk: int) -> list[Hits]:
         """For each query at most topk hits, ties in the corpus's order; [] for a blank query."""
-        raise NotImplementedError
 
     def search(self, queries: list[str], topk: int) -> list[list[Document]]:
         return [[self.corpus.read(row, score) for row, score in hits] for hits in self.rank(queries, topk)]

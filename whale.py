@@ -273,7 +273,7 @@ class Run:
 
     def tell_judge(self) -> None:
         """Says what the judge did since the last time: an unanswered question was decided by exact match."""
-        judge = getattr(self.env, "judge", None)
+        judge = self.env.judge
         if judge and (judge.n_asked or judge.n_cached):
             failure = f"; last failure: {judge.last_error}" if judge.n_failed else ""
             self.dir.log("judge", f"judge: asked {judge.n_asked}, of which without a verdict {judge.n_failed}; "

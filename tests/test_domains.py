@@ -9,7 +9,7 @@ import chess
 import pytest
 
 from engine import load_tokenizer
-from envs import ENVS, ChessEnv, MathEnv, SearchEnv
+from envs import ENVS, ChessEnv, SearchEnv
 from gates import ForbiddenText, ScriptedEngine, check_harness, find_literals, lint, parse_harness
 from harness_search import task_text
 from mechanisms import mechanisms_of, render
@@ -440,8 +440,3 @@ def test_embedded_questions_are_answered_by_their_corpus():
     hits = Bm25Index.open(env.spec, None).search([task.fields["question"] for task in tasks], 1)
     one_hop = sum(task.answers[0] in hit[0].text for task, hit in zip(tasks, hits, strict=True))
     assert 0.4 < one_hop / len(tasks) < 0.8, "some questions need a second search"
-
-
-def test_math_has_no_board_and_no_search():
-    assert MathEnv.tools == ("python",)
-    assert SearchEnv.tools == ("search",) and ChessEnv.tools == ("move",)
