@@ -19,14 +19,16 @@ from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import compare
 import data
 import retriever
 import rollout
+from config import CHOICES, DOMAIN_PRESETS, PRESETS, Config, load_splits, read_file, rollout_config, train_config
 from engine import ModelError, TransformersEngine
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
 from gates import ForbiddenText, check_harness
-from harness_search import SearchError, bootstrap_ci
+from harness_search import SearchError
 from jail import LAYERS
 from rft import CheckpointError
 from retriever import RetrieverDown
@@ -34,11 +36,11 @@ from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
+from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
-from whale import (
-    CHOICES, DOMAIN_PRESETS, PRESETS, Config, Run, load_splits, read_file, rollout_config, task_means, train_config,
-    train_whale)
+from stats import bootstrap_ci
+from whale import Run, task_means, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -201,6 +203,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     for domain in CHOICES["domain"]:
         add_config_flags(word(domain, command_run, help="alternate weight and harness phases"), domain)
+    sub = word("compare", lambda args: compare.command_compare(
+        resolve_config(args, args.domain), args.methods, args.schedules, args.seeds, args.jobs),
+        help="methods or schedules on the same seeds and budgets")
+    add_config_flags(sub)
+    compare.add_flags(sub)
     sub = word("eval", command_eval, help="mean@n of one harness and one model")
     add_config_flags(sub)
     sub.add_argument("--split", choices=("train", "harness", "test"), default="test")
@@ -230,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.command(args)
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
-            RetrieverError, RetrieverDown, JudgeDown) as error:
+            RetrieverError, RetrieverDown, JudgeDown, TrackerError, compare.ArmFailed) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

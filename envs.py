@@ -65,6 +65,10 @@ class Env(ABC):
         why the rollout is over, or "infra": what of our own machinery failed. All requests of a moment in one call."""
         raise TypeError(f"{type(self).__name__} has tools, {', '.join(self.tools)}, so it must write use_tools")
 
+    def count(self, task: Task, events: list[dict]) -> dict[str, tuple[int, int]]:
+        """Diagnostics of one rollout, rate -> (hits, of how many): what the reward alone does not tell."""
+        return {}
+
     @abstractmethod
     def verify(self, task: Task, reply: str | None, state: object = None) -> Verdict:
         """Grades the model's last message, raw text; None if there is none."""
@@ -192,6 +196,10 @@ class SearchEnv(Env):
         use.state.append(output)
         return {"output": output or "No passage found.", "ok": bool(documents), "details": {"documents": documents}}
 
+    def count(self, task: Task, events: list[dict]) -> dict[str, tuple[int, int]]:
+        found = [event["result"]["output"] for event in events if event["request"]["type"] == "search"]
+        return {"retrieval_hit": (int(holds_answer(found, task.answers)), 1)}
+
     def verify(self, task: Task, reply: str | None, state: list[str] | None = None) -> Verdict:
         answer = last_answer(reply or "")
         if answer is None:
@@ -202,8 +210,7 @@ class SearchEnv(Env):
             return Verdict(1.0, f"answered {said}, which is right", answer[:200])
         if self.judge and self.judge.same(task.fields.get("question", ""), task.answers, answer):
             return Verdict(1.0, f"answered {said}, which the judge calls right", answer[:200])
-        seen = f" {normalise(' '.join(state or []))} "
-        missing = bool(state) and not any(f" {normalise(gold)} " in seen for gold in task.answers)
+        missing = bool(state) and not holds_answer(state, task.answers)
         return Verdict(0.0, f"answered {said}, which is not the reference"
                        + "; no passage that was found holds the reference" * missing, answer[:200],
                        "not_retrieved" if missing else "")
@@ -251,11 +258,22 @@ class ChessEnv(Env):
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         return [use.state.play(use.request["uci"], use.reply, use.turn) for use in uses]
 
+    def count(self, task: Task, events: list[dict]) -> dict[str, tuple[int, int]]:
+        tries = [event["result"]["details"]["status"] for event in events if event["request"]["type"] == "move"]
+        return {"legal_move": (sum(status in ("accepted", "solved", "wrong") for status in tries),
+                               sum(status not in ("unsaid", "over") for status in tries))}
+
     def verify(self, task: Task, reply: str | None, state: chess_game.Game | None = None) -> Verdict:
         """Of the game that was played; without one, the last move of the reply alone is played."""
         if state is None:
             return chess_game.grade_reply(task.fields["fen"], task.answer.split(), reply)
         return state.verdict(reply)
+
+
+def holds_answer(passages: list[str], answers: tuple[str, ...]) -> bool:
+    """Whether one of the answers stands in the passages, both normalised, as whole words."""
+    seen = f" {normalise(' '.join(passages))} "
+    return any(f" {normalise(gold)} " in seen for gold in answers)
 
 
 ENVS = {env.name: env for env in (MathEnv, SearchEnv, ChessEnv)}

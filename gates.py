@@ -15,7 +15,8 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import rollout
 from engine import Completion, SamplingParams
@@ -41,7 +42,7 @@ class Probe:
     name: str
     passed: bool
     why: str = ""
-    n_rollouts: int = 0                 # of the model
+    cost: dict[str, int] = field(default_factory=dict)      # of the model's rollouts, in the words of the ledger
 
 
 class ForbiddenText:
@@ -63,8 +64,8 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     """The gates in order, up to the first that refuses. `tasks`: a few of the domain's."""
     probes = []
 
-    def passes(name: str, why: str, n_rollouts: int = 0) -> bool:
-        probes.append(Probe(name, not why, why, n_rollouts))
+    def passes(name: str, why: str, cost: dict[str, int] | None = None) -> bool:
+        probes.append(Probe(name, not why, why, cost or {}))
         return not why
 
     tree, why = parse_harness(source)
@@ -82,7 +83,8 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
                       f"solves {n_solved} of {len(some)} tasks" if n_solved > env.n_lucky else ""):
             return probes
     traces = rollout.run(engine, env, sandbox, source, tasks[:2], 1, (*seed, "real"), cfg)
-    passes("first tasks", next((f"{t.status}: {t.end}" for t in traces if t.status != "ok"), ""), len(traces))
+    failed = next((f"{trace.status}: {trace.end}" for trace in traces if trace.status != "ok"), "")
+    passes("first tasks", failed, rollout.cost_of(traces))
     return probes
 
 
@@ -269,6 +271,32 @@ class ScriptedEngine:
     def step(self) -> list[Completion]:
         done, self.done = self.done, []
         return done
+
+
+def beyond_prompts(source: str, h0: str) -> str:
+    """What in a harness differs from h0 but for the text of SYSTEM_PROMPT and USER_PROMPT (the rule of FST, Fast-Slow
+    Training), by the syntax tree; "" if nothing. Comments, layout and the file's docstring are no difference."""
+    rests = []
+    for text in (source, h0):
+        tree, why = parse_harness(text)
+        if why:
+            return why
+        rest = []
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="SYSTEM_PROMPT" | "USER_PROMPT" as name)], value=value):
+                    if not isinstance(value, ast.Constant):         # f"{(MAX_CALLS := 9)}" is a string too
+                        return f"line {node.lineno}: {name} must be one plain string"
+                case ast.Expr(value=ast.Constant()):
+                    pass
+                case _:
+                    rest.append(node)
+        rests.append(rest)
+    for node, other in zip_longest(*rests):
+        if node is None or other is None or ast.dump(node) != ast.dump(other):
+            where = f"line {node.lineno}" if node else "the end"
+            return f"from {where} on it differs from h0 in more than SYSTEM_PROMPT and USER_PROMPT"
+    return ""
 
 
 def program_of(source: str) -> str:

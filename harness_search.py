@@ -8,6 +8,9 @@ The incoming harness is scored first, as iteration 1. The archive on disk is all
     iteration_02.json   what was proposed, so that nothing is proposed twice
     history.jsonl       one row a candidate;  task.md: what a proposer is told;  accepted.txt: written last of all
 
+Under the rule of FST (Fast-Slow Training, a baseline of the paper) a candidate may differ from the run's h0 in its two
+prompts only; any other is refused.
+
 The denominator is fixed before the run: `error` and `killed` count as 0, `infra` is run again. The gates stop mistakes
 and plain cheating; what a harness cannot do at all is the business of the sandbox, which is the wall.
 
@@ -18,22 +21,21 @@ Differs from the paper:
 
 import hashlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import numpy as np
 
 import harness_api
 import rollout
 from tasks import Task
-from gates import MAX_SOURCE_BYTES, ForbiddenText, check_harness, program_of
-from rollout import RolloutConfig, derive_seed
+from gates import MAX_SOURCE_BYTES, ForbiddenText, beyond_prompts, check_harness, program_of
+from rollout import RolloutConfig, cost_of, derive_seed
+from rundir import sha256, write_atomically
 from sandbox import Sandbox
+from stats import bootstrap_ci
 
 
 class SearchError(RuntimeError):
@@ -60,11 +62,8 @@ class Score:
     n_killed: int
     calls_a_rollout: float
     tok_a_rollout: float
-    n_model_calls: int
-    n_prompt_tok: int
-    n_completion_tok: int
-    n_tool_calls: int
     failures: dict[str, int]            # Trace.failure -> rollouts
+    cost: dict[str, int]                # what scoring took, in the words of the ledger
     seconds: float
     harness_sha: str
     version: int                        # of the weights
@@ -76,8 +75,15 @@ class Outcome:
     candidate: Candidate
     score: Score | None
     refused: str = ""                   # why a gate refused it
-    gate_rollouts: int = 0              # of the model; rollouts of a scripted model cost no sampling
+    gate_cost: dict[str, int] = field(default_factory=dict)     # of the model; a scripted model costs no sampling
     gate_seconds: float = 0.0
+
+
+@dataclass
+class Bill:
+    """What one request to a proposer cost; a proposer that pays adds to it."""
+    proposer_calls: int = 1
+    proposer_usd: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,14 +93,8 @@ class ProposalRequest:
     n_candidates: int                   # M
     seed: tuple[int | str, ...]
     domain: str
-
-
-def bootstrap_ci(values: list[float], seed: int, n_resamples: int = 2000) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of `values`, one value a task."""
-    values = np.asarray(values, dtype=float)
-    picks = np.random.Generator(np.random.Philox(seed)).integers(0, len(values), (n_resamples, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
+    prompts_only: bool = False          # the rule of FST: a candidate changes SYSTEM_PROMPT and USER_PROMPT alone
+    bill: Bill = field(default_factory=Bill)
 
 
 def select_best(outcomes: list[Outcome]) -> Outcome:
@@ -111,31 +111,35 @@ class Search:
     proposer: request -> 1 to M candidates, whose names and iterations are set here; what it raises is not caught.
     on_candidate(title, n_rollouts): a context manager that yields a function to call after each rollout.
     n_done: iterations whose outcomes the caller has already; `iterate` goes on after them.
+    fst_h0: the file that candidates may differ from in their prompts only; "": they may differ in anything.
     """
 
     def __init__(self, folder: Path, engine, env, sandbox: Sandbox, incumbent: Candidate, tasks: list[Task],
                  forbidden: ForbiddenText, seed: tuple[int | str, ...], rollout_cfg: RolloutConfig, n_candidates: int,
                  proposer: Callable[[ProposalRequest], list[Candidate]], on_candidate: Callable | None = None,
-                 n_done: int = 0):
+                 n_done: int = 0, fst_h0: str = ""):
         self.folder, self.engine, self.env, self.sandbox = Path(folder), engine, env, sandbox
         self.tasks, self.forbidden, self.seed, self.cfg = tasks, forbidden, seed, rollout_cfg
-        self.n_candidates, self.proposer = n_candidates, proposer
+        self.n_candidates, self.proposer, self.fst_h0 = n_candidates, proposer, fst_h0
+        self.bill = Bill(0)                                     # of the last iteration
         self.on_candidate = on_candidate or (lambda title, n_rollouts: nullcontext(lambda: None))
         self.incumbent = replace(incumbent, name="h0", parent="", iteration=1)
         self.version = engine.version                           # a phase scores one version of the weights
         self.outcomes: list[Outcome] = []
         self.n_iterations = 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "task.md", task_text(env, tasks, rollout_cfg, n_candidates))
+        write_atomically(self.folder / "task.md", task_text(env, tasks, rollout_cfg, n_candidates, bool(fst_h0)))
         for _ in range(n_done):
             self.iterate()
 
-    def iterate(self) -> list[Outcome]:
-        """One iteration: the first scores the incumbent, later ones propose M candidates, gate them and score them."""
+    def iterate(self, at_most: int | None = None) -> list[Outcome]:
+        """One iteration: the first scores the incumbent, later ones propose M candidates, or at most so many, gate them
+        and score them."""
         if self.engine.version != self.version:
             raise SearchError(f"the engine serves weights {self.engine.version}, this phase began on {self.version}")
         number = self.n_iterations + 1
-        candidates = self._propose(number) if number > 1 else self._write([self.incumbent])
+        candidates = self._propose(number, min(self.n_candidates, at_most or self.n_candidates)) if number > 1 else \
+            self._write([self.incumbent])
         outcomes = []
         for candidate in candidates:
             outcomes.append(self._load(candidate) or self._finish(candidate, self.outcomes + outcomes))
@@ -154,19 +158,22 @@ class Search:
         write_atomically(self.folder / "accepted.txt", candidate.name + "\n")
         return candidate
 
-    def _propose(self, number: int) -> list[Candidate]:
+    def _propose(self, number: int, n_candidates: int) -> list[Candidate]:
         """The candidates of an iteration: those on disk, else the proposer's."""
         marker = self.folder / f"iteration_{number:02d}.json"
         if marker.exists():
-            return [self._read(name, sha) for name, sha in json.loads(marker.read_text()).items()]
+            record = json.loads(marker.read_text())
+            self.bill = Bill(**record["bill"])
+            return [self._read(name, sha) for name, sha in record["candidates"].items()]
         before = self._fingerprint()
-        proposed = self.proposer(ProposalRequest(
-            self.folder, tuple(self.outcomes), self.n_candidates, (*self.seed, "propose", number), self.env.name))
+        request = ProposalRequest(self.folder, tuple(self.outcomes), n_candidates, (*self.seed, "propose", number),
+                                  self.env.name, bool(self.fst_h0))
+        proposed = self.proposer(request)
         after = self._fingerprint()
         if changed := [str(path) for path, sha in before.items() if after.get(path) != sha]:
             raise SearchError(f"the proposer changed {', '.join(changed)}: archive and scorer are not its to write")
-        if len(proposed) > self.n_candidates:
-            raise SearchError(f"the proposer returned {len(proposed)} candidates, not at most {self.n_candidates}")
+        if len(proposed) > n_candidates:
+            raise SearchError(f"the proposer returned {len(proposed)} candidates, not at most {n_candidates}")
         if not proposed and number == 2:                            # later on it may have tried all that it knows
             raise SearchError("the proposer returned no candidate")
         candidates = self._write([
@@ -174,7 +181,9 @@ class Search:
                     hypothesis=" ".join(candidate.hypothesis.split()),
                     source=candidate.source.encode("utf-8", "replace").decode())        # a lone surrogate is no source
             for i, candidate in enumerate(proposed)])
-        write_atomically(marker, json.dumps({c.name: sha256(c.source) for c in candidates}) + "\n")
+        self.bill = request.bill
+        write_atomically(marker, json.dumps({"candidates": {c.name: sha256(c.source) for c in candidates},
+                                             "bill": asdict(self.bill)}) + "\n")
         return candidates
 
     def _fingerprint(self) -> dict[Path, str]:
@@ -200,8 +209,8 @@ class Search:
     def _finish(self, candidate: Candidate, earlier: list[Outcome]) -> Outcome:
         """Gates and scores a candidate, and writes what came of it with the marker last."""
         started, folder = time.monotonic(), self.folder / candidate.name
-        refused, n_rollouts = ("", 0) if candidate.name == "h0" else self._gate(candidate, earlier)
-        gates = {"gate_rollouts": n_rollouts, "gate_seconds": time.monotonic() - started}
+        refused, cost = ("", {}) if candidate.name == "h0" else self._gate(candidate, earlier)
+        gates = {"gate_cost": cost, "gate_seconds": time.monotonic() - started}
         if refused:
             record = {"refused": refused, "key": self.score_key(candidate), **gates}
             write_atomically(folder / "refused.json", json.dumps(record, indent=1) + "\n")
@@ -215,29 +224,33 @@ class Search:
         write_atomically(folder / "score.json", json.dumps(asdict(score) | gates, indent=1) + "\n")
         return Outcome(candidate, score, **gates)
 
-    def _gate(self, candidate: Candidate, earlier: list[Outcome]) -> tuple[str, int]:
-        """-> why it is refused, "" if it is not; and how many rollouts of the model it took to tell."""
+    def _gate(self, candidate: Candidate, earlier: list[Outcome]) -> tuple[str, dict[str, int]]:
+        """-> why it is refused, "" if it is not; and what rollouts of the model it took to tell."""
         if not any(o.score and o.candidate.name == candidate.parent for o in earlier):
-            return f"its parent {candidate.parent!r} is no scored candidate of this archive", 0
+            return f"its parent {candidate.parent!r} is no scored candidate of this archive", {}
         for outcome in earlier:
             if program_of(outcome.candidate.source) == program_of(candidate.source):
-                return f"it is the same program as {outcome.candidate.name}", 0
+                return f"it is the same program as {outcome.candidate.name}", {}
+        if self.fst_h0 and (why := beyond_prompts(candidate.source, self.fst_h0)):
+            return f"prompts only (FST): {why}", {}
         probes = check_harness(candidate.source, self.env, self.engine, self.sandbox, self.tasks, self.forbidden,
                                self.cfg, (*self.seed, "gate"))
-        return "; ".join(f"{p.name}: {p.why}" for p in probes if not p.passed), sum(p.n_rollouts for p in probes)
+        cost = Counter()
+        for probe in probes:
+            cost.update(probe.cost)
+        return "; ".join(f"{p.name}: {p.why}" for p in probes if not p.passed), dict(cost)
 
     def _score(self, candidate: Candidate, traces: list[rollout.Trace], seconds: float) -> Score:
         n, rewards = len(self.tasks), [trace.reward for trace in traces]
         statuses = Counter(trace.status for trace in traces)
-        n_calls, n_tok = sum(len(trace.calls) for trace in traces), sum(trace.n_tok for trace in traces)
+        cost = cost_of(traces)
         failures = Counter(trace.failure for trace in traces if trace.failure != "solved")
         return Score(
             mean=sum(rewards) / n, ci95=bootstrap_ci(rewards, derive_seed(*self.seed, "bootstrap")), n=n,
             n_ok=statuses["ok"], n_error=statuses["error"], n_killed=statuses["killed"],
-            calls_a_rollout=n_calls / n, tok_a_rollout=n_tok / n, n_model_calls=n_calls,
-            n_prompt_tok=sum(trace.n_prompt_tok for trace in traces), n_completion_tok=n_tok,
-            n_tool_calls=sum(trace.n_tool_calls for trace in traces), failures=dict(sorted(failures.items())),
-            seconds=seconds, harness_sha=sha256(candidate.source), version=self.version, key=self.score_key(candidate))
+            calls_a_rollout=cost["model_calls"] / n, tok_a_rollout=cost["completion_tok"] / n,
+            failures=dict(sorted(failures.items())), cost=cost, seconds=seconds, harness_sha=sha256(candidate.source),
+            version=self.version, key=self.score_key(candidate))
 
     def score_key(self, candidate: Candidate) -> str:
         settings = {key: value for key, value in asdict(self.cfg).items() if key != "n_workers"}    # changes no result
@@ -249,7 +262,7 @@ class Search:
         for path in (self.folder / candidate.name / "score.json", self.folder / candidate.name / "refused.json"):
             record = json.loads(path.read_text()) if path.exists() else {}
             if record.get("key") == self.score_key(candidate):
-                gates = {key: record.pop(key) for key in ("gate_rollouts", "gate_seconds")}
+                gates = {key: record.pop(key) for key in ("gate_cost", "gate_seconds")}
                 if "refused" in record:
                     return Outcome(candidate, None, record["refused"], **gates)
                 return Outcome(candidate, Score(**record | {"ci95": tuple(record["ci95"])}), **gates)
@@ -262,21 +275,9 @@ def history_row(outcome: Outcome) -> str:
     return json.dumps({key: value for key, value in row.items() if key not in ("source", "seconds", "key")}) + "\n"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A kill at any moment leaves the old file or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int) -> str:
+def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool) -> str:
+    rule = ("\nThis search is restricted: a candidate may differ from h0 in the text of SYSTEM_PROMPT and USER_PROMPT "
+            "only,\neach one plain string. Any other difference is refused.\n" if prompts_only else "")
     return f"""# Your task: better harnesses for `{env.name}`
 
 A harness is the program around a fixed model. Write {n_candidates} new ones: complete Python files, each with the name
@@ -293,6 +294,8 @@ Budgets, which no harness can raise: {cfg.max_calls} model calls and {cfg.max_as
 
 Refused before scoring: files that hold questions, answers or names of data sets, that branch on a question's text or
 solve the task themselves, that score with a model that knows nothing, that fail on the first tasks, and any program
-that was tried before. The contract:
+that was tried before.
+{rule}
+The contract:
 
 {harness_api.__doc__}"""

@@ -7,7 +7,7 @@ h0 of any other domain is edited.
 
 import ast
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gates import constant_of
 
@@ -20,6 +20,7 @@ class Mechanism:
     claim: str                          # for the hypothesis: "<counted failures>; <claim>, at most half as many will"
     n_extra_calls: int = 0              # model calls that it needs beyond h0's two
     group: str = ""                     # a harness has at most one mechanism of a group
+    prompt: bool = False                # changes h0's two prompts and nothing else
 
 
 SAID = {
@@ -85,9 +86,12 @@ def tool_mechanisms(w: ToolWords) -> tuple[Mechanism, ...]:
         Mechanism("blunt_reminder_in_output", unread, f"a line in each output that asks for {w.form}",
                   group="reminder"),
         Mechanism("ask_for_form", f"{unread} no_answer", f"a missing {w.form} asked for once", 1),
-        Mechanism("system_tool", "no_tool_wrong_answer no_answer", "a system prompt that asks for the tool"),
-        Mechanism("checklist", f"wrong_answer {unread}", "a checklist below the question"),
-        Mechanism("steps", wrong, "one step a call asked for", 1),
+        Mechanism("system_tool", "no_tool_wrong_answer no_answer", "a system prompt that asks for the tool",
+                  prompt=True),
+        Mechanism("checklist", f"wrong_answer {unread}", "a checklist below the question", prompt=True),
+        Mechanism("steps", wrong, "one step a call asked for", 1, prompt=True),
+        Mechanism("rule_in_prompt", f"{unread} {wrong}", f"a line below the question that says {ending}",
+                  prompt=True),
     ]
     if w.tool == "python":
         return (*table, Mechanism("explain_error", "tool_error", "a turn that says so when the code failed", 1))
@@ -111,8 +115,9 @@ def render_tool(w: ToolWords, has: frozenset[str], heading: str) -> str:
     answers = [answer for name, answer in answers.items() if name in has]
     reminders = [name for name in has if "reminder" in name]
     topk = next((int(name[5:]) for name in has if name.startswith("topk_")), 1)
-    lines = ([w.use] * ("checklist" in has) + [w.steps] * ("steps" in has)
-             + [("Put" if w.tool == "python" else "Give") + f" your final answer in {w.form}.".replace("{}", "{{}}")])
+    lines = ([w.use] * ("checklist" in has) + [w.steps] * ("steps" in has) + [careful] * ("rule_in_prompt" in has)
+             + [("Put" if w.tool == "python" else "Give") + f" your final answer in {w.form}."])
+    lines = [line.replace("{}", "{{}}") for line in lines]
     constants = {
         "SYSTEM_PROMPT": " ".join([w.system] * bool(w.system) + [w.system_tool] * ("system_tool" in has)),
         "USER_PROMPT": "{question}\n\n" + ("- " + "\n- ".join(lines) if "checklist" in has else " ".join(lines)),
@@ -171,10 +176,10 @@ def n_calls(has: frozenset[str]) -> int:
 CHESS_MECHANISMS = (
     Mechanism("grouped_moves", "wrong_move", "the legal moves grouped as mates, checks, captures", group="marks"),
     Mechanism("marked_moves", "wrong_move", "the legal moves marked as mates, checks, captures", group="marks"),
-    Mechanism("mate_hint", "wrong_move", "a line that asks to look for a mate first"),
+    Mechanism("mate_hint", "wrong_move", "a line that asks to look for a mate first", prompt=True),
     Mechanism("retries_3", "malformed_move illegal_move", "three retries of either kind", group="retries"),
     Mechanism("retries_2", "malformed_move illegal_move", "two retries of either kind", group="retries"),
-    Mechanism("legal_hint", "illegal_move", "a line that asks for a move of the list"),
+    Mechanism("legal_hint", "illegal_move", "a line that asks for a move of the list", prompt=True),
     Mechanism("first_move", "wrong_move", "the first of several moves taken as meant"),
 )
 MARK_MOVES = '''
@@ -238,9 +243,11 @@ def run(task):
 
 GENERIC_MECHANISMS = (
     Mechanism("more_calls", "call_limit", "twice as many model calls"),
-    Mechanism("steps_line", "wrong_answer no_tool_wrong_answer", "a line that asks to work step by step"),
-    Mechanism("form_line", "no_answer no_answer_after_tool", "a line that asks to keep to the form of the answer"),
-    Mechanism("check_line", "wrong_answer no_tool_wrong_answer tool_error", "a line that asks to check the answer"),
+    Mechanism("steps_line", "wrong_answer no_tool_wrong_answer", "a line that asks to work step by step", prompt=True),
+    Mechanism("form_line", "no_answer no_answer_after_tool", "a line that asks to keep to the form of the answer",
+              prompt=True),
+    Mechanism("check_line", "wrong_answer no_tool_wrong_answer tool_error", "a line that asks to check the answer",
+              prompt=True),
 )
 LINES = {"steps_line": "Work step by step.", "form_line": "Keep to the form that is asked for.",
          "check_line": "Check your answer before you give it."}
@@ -265,8 +272,10 @@ def render_generic(h0: str, has: frozenset[str], heading: str) -> str:
 TABLES = {"math": tool_mechanisms(MATH), "search": tool_mechanisms(SEARCH), "chess": CHESS_MECHANISMS}
 
 
-def mechanisms_of(domain: str) -> tuple[Mechanism, ...]:
-    return TABLES.get(domain, GENERIC_MECHANISMS)
+def mechanisms_of(domain: str, prompts_only: bool = False) -> tuple[Mechanism, ...]:
+    """`prompts_only`: those that keep the rule of FST, which then need no model calls beyond h0's."""
+    table = TABLES.get(domain, GENERIC_MECHANISMS)
+    return tuple(replace(m, n_extra_calls=0) for m in table if m.prompt) if prompts_only else table
 
 
 def render(domain: str, has: frozenset[str], heading: str, h0: str = "") -> str:

@@ -36,7 +36,8 @@ def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mech
 def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     """M new harnesses from the archive's best, deterministic for a seed. Each slot takes the mechanism for the kinds of
     failure that are most frequent in the best's traces and that no earlier slot took up; the last combines several."""
-    mechanisms, h0 = mechanisms_of(request.domain), ENVS[request.domain].h0.read_text(encoding="utf-8")
+    mechanisms = mechanisms_of(request.domain, request.prompts_only)
+    h0 = ENVS[request.domain].h0.read_text(encoding="utf-8")
     known = {mechanism.name: mechanism for mechanism in mechanisms}
     cures = {mechanism.name: set(mechanism.cures.split()) for mechanism in mechanisms}
     best, rng = select_best(list(request.history)), random.Random(derive_seed(*request.seed))

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import groupby
 
 from jinja2 import TemplateError
 
@@ -86,6 +87,7 @@ class Trace:
     why: str = ""                                   # the verifier's reason; never holds the reference
     kind: str = ""                                  # the verifier's word for why it was not solved, if it has one
     answered: bool = False                          # the last reply held something that the verifier could read
+    rates: dict[str, tuple[int, int]] = field(default_factory=dict)     # what the domain counts: (hits, of how many)
     events: list[dict] = field(default_factory=list)        # {"request": ..., "result": ...}, in order
     calls: list[Call] = field(default_factory=list)
 
@@ -159,10 +161,16 @@ class Trace:
         return {"task_id": self.task_id, "sample": self.sample, "reward": self.reward, "failure": self.failure,
                 "end": self.end, "n_tok": self.n_tok}
 
-    def to_json(self, with_ids: bool = False) -> dict:
+    def to_json(self, tokenizer=None) -> dict:
+        """With a tokenizer, also the token ids, and `texts`: the training view as runs of [text, the model said it]."""
         row = {key: value for key, value in asdict(self).items() if key != "calls"}
-        row |= {"failure": self.failure, "n_tok": self.n_tok, "n_calls": len(self.calls)}
-        return row | ({"calls": [asdict(call) for call in self.calls]} if with_ids else {})
+        row |= {"failure": self.failure, "accepted": self.accepted, "n_tok": self.n_tok, "n_calls": len(self.calls)}
+        if tokenizer is None:
+            return row
+        texts = [[[tokenizer.decode([token for token, _ in run]), said]
+                  for said, run in groupby(zip(sequence.ids, sequence.mask, strict=True), key=lambda pair: pair[1])]
+                 for sequence in self.sequences()]
+        return row | {"calls": [asdict(call) for call in self.calls], "texts": texts}
 
 
 def derive_seed(*coordinates: int | str) -> int:
@@ -420,6 +428,7 @@ class Batch:
         trace.status, trace.end = status, why
         if status == "ok":
             reply = trace.last_reply
+            trace.rates = self.env.count(live.task, trace.events)
             self.verdicts.append((trace, self.graders.submit(
                 self.env.verify, live.task, reply["content"] if reply else None, live.state)))
         self.finished.append(trace)
@@ -432,11 +441,25 @@ class Batch:
         trace.why = "the last reply was cut by a length limit" if trace.truncated else verdict.why
 
 
+def cost_of(traces: Iterable[Trace]) -> dict[str, int]:
+    """What rollouts took, in the words of the ledger."""
+    traces = list(traces)
+    return {"rollouts": len(traces), "model_calls": sum(len(trace.calls) for trace in traces),
+            "prompt_tok": sum(trace.n_prompt_tok for trace in traces),
+            "completion_tok": sum(trace.n_tok for trace in traces),
+            "tool_calls": sum(trace.n_tool_calls for trace in traces)}
+
+
 def summarise(traces: Iterable[Trace]) -> dict[str, float]:
-    """Counts and rates of a set of rollouts; the denominators are all of them."""
+    """Counts and rates of a set of rollouts. The denominators are all of them, but for a domain's own rates."""
     traces = list(traces)
     n = len(traces)
     statuses = Counter(trace.status for trace in traces)
+    rates: dict[str, list[int]] = {}
+    for trace in traces:
+        for name, (hits, total) in trace.rates.items():
+            counted = rates.setdefault(f"{name}_frac", [0, 0])
+            counted[0], counted[1] = counted[0] + hits, counted[1] + total
     return {
         "n": n, "mean_reward": sum(trace.reward for trace in traces) / n,
         "n_ok": statuses["ok"], "n_error": statuses["error"], "n_killed": statuses["killed"],
@@ -445,4 +468,5 @@ def summarise(traces: Iterable[Trace]) -> dict[str, float]:
         "tool_frac": sum(trace.n_tool_calls > 0 for trace in traces) / n,
         "calls_a_rollout": sum(len(trace.calls) for trace in traces) / n,
         "tok_a_rollout": sum(trace.n_tok for trace in traces) / n,
+        **{name: hits / total for name, (hits, total) in rates.items() if total},
     }

@@ -5,11 +5,13 @@
     metrics.jsonl   one row an event; rows after the last finished step are cut off on resume and written again
     summary.json    the run in one glance;  log.txt  what the screen said
     weights/  harness/  eval/       checkpoints (rft.py), archives (harness_search.py), graded test rollouts
+    rollouts/       of each weight step, a few rollouts with their tokens;  report.html: all of it, to look at
 
 A killed run loses at most the step that it was in, and the same command goes on.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,10 +19,13 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness_search import write_atomically
 from screen import Screen
+from track import NO_TRACKER
 
-LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what rollouts and seconds are spent on
+FORMAT = 2                              # of the directory; a run of another one is neither resumed nor reported on
+LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
+AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposer_calls", "proposer_usd",
+           "seconds")                   # ... and in what
 
 
 class UsageError(ValueError):
@@ -35,6 +40,7 @@ class State:
     n_drawn: int = 0                        # prompts drawn from D_weight so far
     empty_steps: int = 0                    # weight steps in a row without an accepted rollout
     harness_iterations: int = 0
+    archive_iterations: dict[str, int] = field(default_factory=dict)        # by archive: sched.Phase.archive
     harness: dict | None = None             # the current candidate; None is h0
     evals: list[dict] = field(default_factory=list)
     accepted: list[dict] = field(default_factory=list)
@@ -55,7 +61,7 @@ class RunDir:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UsageError(f"{path} is in use by another run; give this one another --name") from None
-        self._check_identity(identity)
+        self._check_identity({"format": {"version": FORMAT}, **identity})
         state = path / "state.json"
         self.resumed = state.exists()
         self.state = State(**json.loads(state.read_text())) if self.resumed else State()
@@ -63,6 +69,7 @@ class RunDir:
             if metrics.tell() > self.state.metrics_bytes:
                 metrics.truncate(self.state.metrics_bytes)
         self.screen.log_path = path / "log.txt"
+        self.track = NO_TRACKER
 
     def _check_identity(self, identity: dict[str, dict]) -> None:
         path = self.path / "config.json"
@@ -79,10 +86,13 @@ class RunDir:
     def log(self, kind: str, text: str, **metrics) -> None:
         """The one door: a line on the screen and in log.txt, a row in metrics.jsonl."""
         self.screen.say(text)
+        row = {"kind": kind, **metrics, "training_rollouts": self.training_rollouts(),
+               "seconds": round(self.seconds(), 1)}
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **metrics, "seconds": round(self.seconds(), 1)}) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        self.track.log(row)
 
     # -- the ledger --
 
@@ -112,8 +122,13 @@ class RunDir:
     def weights_dir(self, step: int) -> Path:
         return self.path / "weights" / f"step_{step:06d}"
 
+    def write_traces(self, folder: str, name: str, rows: list[dict]) -> None:
+        (self.path / folder).mkdir(exist_ok=True)
+        write_atomically(self.path / folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def best_eval(self) -> dict:
-        return max(self.state.evals, key=lambda row: row["mean"])
+        """Chosen on the test split, as in the paper, or on D_harness (--select harness-set)."""
+        return max(self.state.evals, key=lambda row: row.get("select_mean", row["mean"]))
 
     def save(self) -> None:
         """Ends a step. Then the checkpoints go that are neither the last nor the best's."""
@@ -138,5 +153,20 @@ class RunDir:
             "best_mean8": point(self.best_eval()), "final_mean8": point(state.evals[-1]),
             "rollouts": {kind: int(self.spent(kind)) for kind in LEDGER},
             "seconds": {kind: round(self.spent(kind, "seconds"), 1) for kind in LEDGER},
+            "ledger": {kind: {what: round(self.spent(kind, what), 4) for what in AMOUNTS} for kind in LEDGER},
             "weight_steps": state.weight_step, "harness_iterations": state.harness_iterations,
             "accepted": state.accepted, "final_harness": "final_harness.py"}, indent=1) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A kill at any moment leaves the old file or the new one."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

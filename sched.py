@@ -4,6 +4,7 @@ Pure: numbers in, a decision out. A rule is rebuilt on resume, or a sweep replay
 
 Differs from the paper:
 - weight-only and harness-only are a row of phases of the fixed schedule's length, evaluated as often as WHALE is.
+  Harness phases in a row are one search, with one archive.
 """
 
 import math
@@ -95,6 +96,7 @@ class Phase:
     cycle: int  # from 1
     kind: Literal["weight", "harness"]
     rule: PatienceRule  # fresh; on resume the caller records the phase's earlier signals again
+    archive: int  # of the harness search, by the cycle that it began in: harness phases in a row share one
 
 
 def phases(
@@ -110,18 +112,18 @@ def phases(
     (weight_steps, iterations), (weight_patience, *harness_patience) = fixed, adaptive
     for index in count(start):
         if method in ("weight", "harness"):
-            cycle, kind = index + 1, method
+            cycle, kind, archive = index + 1, method, 1
         elif method == "stagewise":
-            cycle, kind = index + 1, "weight" if index < n_weight_phases else "harness"
+            cycle, kind, archive = index + 1, "weight" if index < n_weight_phases else "harness", n_weight_phases + 1
         else:
-            cycle, kind = index // 2 + 1, "harness" if index % 2 else "weight"
+            cycle, kind, archive = index // 2 + 1, "harness" if index % 2 else "weight", index // 2 + 1
         if method != "adaptive":
             rule = FixedRule(weight_steps if kind == "weight" else iterations)
         elif kind == "weight":
             rule = PatienceRule(window=weight_patience, patience=weight_patience, min_n=weight_patience)
         else:
             rule = PatienceRule(1, *harness_patience)
-        yield Phase(index, cycle, kind, rule)
+        yield Phase(index, cycle, kind, rule, archive)
 
 
 def planned_rollouts(

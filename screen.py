@@ -12,6 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 
+LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposer calls", "USD",
+                 "minutes")
+
+
 class Screen:
     def __init__(self, quiet: bool = False):
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
@@ -38,13 +42,21 @@ class Screen:
         for label in ("base", "best", "final"):
             point = summary[f"{label}_mean8"]
             scores.add_row(label, f"{point['mean']:.3f}", f"{point['ci95'][0]:.3f} - {point['ci95'][1]:.3f}")
-        spent = Table("spent on", "rollouts", "minutes")
-        for kind, n_rollouts in summary["rollouts"].items():
-            spent.add_row(kind, f"{n_rollouts:,}", f"{summary['seconds'][kind] / 60:.1f}")
+        spent = Table("spent on", *LEDGER_TITLES)
+        for kind, amounts in summary["ledger"].items():
+            spent.add_row(kind, *ledger_cells(amounts))
         self.console.print(scores, spent)
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:
             self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
         else:
             self.console.print("the final harness is h0")
-        self.console.print(f"best is chosen on the test split, as in the paper; the run lies in {folder}")
+        chosen = "the test split, as in the paper" if summary["select"] == "test" else "D_harness"
+        self.console.print(f"best is chosen on {chosen}; to look at: {folder / 'report.html'}")
+
+
+def ledger_cells(amounts: dict[str, float]) -> list[str]:
+    """One row of the ledger, for people."""
+    return [*(f"{amounts[what]:,}" for what in ("rollouts", "model_calls", "prompt_tok", "completion_tok",
+                                                "tool_calls", "proposer_calls")),
+            f"{amounts['proposer_usd']:.2f}", f"{amounts['seconds'] / 60:.1f}"]

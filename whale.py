@@ -1,4 +1,4 @@
-"""WHALE (Weight-Harness Alternating LEarning, arXiv:2609.00196): the loop of the paper, the presets, the commands.
+"""WHALE (Weight-Harness Alternating LEarning, arXiv:2609.00196): the loop of the paper.
 
 An agent is its weights theta and its harness h. Coordinate ascent on J(theta, h) = E[R(x, tau)] (section 3):
 
@@ -7,7 +7,8 @@ An agent is its weights theta and its harness h. Coordinate ascent on J(theta, h
 
 Differs from the paper:
 - Evaluation: the test split is measured at the start and after every phase, always with the same seeds.
-- The `tiny` preset is the same loop at a size that a laptop CPU runs in minutes; only the numbers in PRESETS differ.
+- The `tiny` preset is the same loop at a size that a laptop CPU runs in minutes; only the numbers in config.py differ.
+- The budget is met to the rollout where it can be: the last step or iteration is cut to what is left of it.
 
     bash run.sh math | search | chess                        the whole loop on the embedded model
     bash run.sh math --method weight --seed 1                one phase switched off
@@ -15,123 +16,29 @@ Differs from the paper:
     bash run.sh check-harness math FILE | sandbox FILE.py | verify math --cases FILE.jsonl
 """
 
-import hashlib
-import json
-import os
 import random
-import re
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict
 
 import rollout
 import sched
+from config import (
+    FREE_ON_RESUME, PROPOSERS, Config, check_disk, code_version, hash_model, hash_tasks, load_splits, open_judge,
+    read_file, rollout_config, train_config)
 from engine import TransformersEngine, weights_checksum
-from envs import ENVS
-from tasks import Task, check_disjoint
 from gates import ForbiddenText
-from harness_search import Candidate, Outcome, Search, bootstrap_ci, sha256, write_atomically
-from proposers import propose_by_rules
-from rft import StepStats, TrainConfig, Trainer
-from rollout import RolloutConfig, Trace, derive_seed
-from rundir import RunDir, UsageError
-from sandbox import Limits, Sandbox
-from search_answer import Judge
+from harness_search import Candidate, Outcome, Search
+from rft import StepStats, Trainer
+from rollout import Trace, cost_of, derive_seed
+from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
+from sandbox import Sandbox
+from stats import bootstrap_ci
+from tasks import Task
+from track import open_tracker
 
-ROOT = Path(__file__).resolve().parent
-VERSION = "0.1.0"
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every knob, each a flag. The defaults are the `paper` preset for math; PRESETS overrides them."""
-    domain: str
-    preset: str = "tiny"
-    method: str = "whale"                   # whale, adaptive, weight, harness, stagewise
-    seed: int = 0
-    cycles: int = 2                         # of one weight and one harness phase
-    rollouts: int = 0                       # training rollouts to spend; 0: what `cycles` cycles of WHALE would take
-    name: str = ""                          # of the run; "": from domain, method and seed
-    out: str = str(ROOT / "runs")
-    # theta, D_weight, D_harness, D_test
-    model: str = "Qwen/Qwen3.5-2B"
-    train: str = ""                         # FILE or FILE[a:b], rows a to b
-    harness_set: str = ""
-    test: str = ""
-    harness: str = ""                       # the harness to start from; "": h0 of the domain
-    retriever: str = ""                     # search: URLs of retriever servers, or a corpus file; "": the embedded one
-    judge_url: str = ""                     # search: asked where exact match says no; its key is in WHALE_JUDGE_KEY
-    judge_model: str = ""
-    # schedule (E, I) and its adaptive form
-    epochs: float = 0.6                     # E: epochs of weight updates a cycle
-    iterations: int = 6                     # I: harness iterations a cycle; the first scores the incoming harness
-    candidates: int = 3                     # M
-    patience_epochs: float = 0.2            # adaptive weight phase: window, patience and least length
-    patience_iterations: int = 2            # adaptive harness phase
-    min_iterations: int = 6
-    max_iterations: int = 16
-    stagewise_phases: int = 2               # weight phases before the harness phases of `stagewise`
-    # rollouts
-    prompt_batch: int = 256
-    group_size: int = 8                     # G
-    n_eval: int = 8                         # mean@n on D_test
-    temperature: float = 1.0
-    top_k: int = 20
-    top_p: float = 1.0
-    max_assistant_tok: int = 8192           # a rollout
-    max_calls: int = 16                     # model calls a rollout, hard cap
-    max_len: int = 16384                    # tokens of context
-    n_rows: int = 256                       # rollouts at once
-    tool_s: float = 30.0
-    tool_mb: int = 1024
-    harness_s: float = 5.0                  # between two requests of a harness program
-    harness_mb: int = 512
-    n_workers: int = 1                      # sandbox processes that run harness programs; changes no result
-    max_failed_frac: float = 0.5            # a weight step with more failed programs than this stops the run
-    max_empty_steps: int = 5                # weight steps in a row without an accepted rollout
-    # rejection-sampling fine-tuning
-    lr: float = 1e-7
-    minibatch: int = 64                     # trajectories
-    micro_tok: int = 16384
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    head_chunk_tok: int = 1024
-    autocast_bf16: bool = True
-    # machinery
-    device: str = "cpu"
-    proposer: str = "rules"
-    waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
-
-    @property
-    def waived_layers(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.waive.split(",")))
-
-
-PRESETS = {
-    "paper": {},                            # the table of the paper; the defaults of Config are its column for math
-    "tiny": dict(
-        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, prompt_batch=32, max_assistant_tok=160,
-        max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=4096, autocast_bf16=False),
-}
-DOMAIN_PRESETS = {                          # where a domain differs
-    ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
-    ("tiny", "search"): dict(epochs=0.3125, prompt_batch=64, lr=5e-4),
-    ("tiny", "chess"): dict(epochs=1.25, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
-}
-CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",),
-           "method": ("whale", "adaptive", "weight", "harness", "stagewise")}
-PROPOSERS = {"rules": propose_by_rules}
-FREE_ON_RESUME = {"out", "name", "n_workers"}     # fields that change no result, as does the address of a server
+UNBOUNDED = 1 << 62         # training rollouts
+N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -149,7 +56,8 @@ def train_whale(run: "Run") -> None:
             phase.rule.record(signal)
         if phase.kind == "weight":
             while phase.rule.goes_on and not run.is_spent(phase):
-                tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, cfg.prompt_batch)     # x ~ D_weight
+                run.evaluate_within(phase)                                      # if asked for, every 0.1 epoch or so
+                tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, run.n_prompts(phase))     # x ~ D_weight
                 traces = run.roll_out("weight", tasks, cfg.group_size, state.weight_step)      # tau ~ pi_{theta,h}
                 accepted = [trace.sequences() for trace in traces if trace.accepted]           # S+
                 stats = run.trainer.step(accepted, derive_seed(cfg.seed, "sft", state.weight_step))
@@ -158,7 +66,7 @@ def train_whale(run: "Run") -> None:
         else:
             search = run.open_search(phase)                                     # iteration 1 scores the incoming h
             while phase.rule.goes_on and not run.is_spent(phase):
-                outcomes = search.iterate()                                     # propose M, gate, score on D_harness
+                outcomes = search.iterate(run.n_candidates(phase))              # propose M, gate, score on D_harness
                 run.finish_iteration(phase, outcomes, search)
             run.adopt_best(phase, search)                                       # h <- the archive's best
         run.evaluate(f"cycle {phase.cycle}, after the {phase.kind} phase")
@@ -199,6 +107,7 @@ class Run:
 
     def _load_parts(self) -> None:
         cfg, state = self.cfg, self.state
+        self.dir.track = open_tracker(cfg.track, self.dir.path, asdict(cfg))
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
         if cfg.judge_url:
@@ -215,7 +124,7 @@ class Run:
         self.trainer = Trainer(cfg.model, train_config(cfg), cfg.device)
         self.rollout_cfg = rollout_config(cfg)
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
-        self.harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
+        self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
         if state.harness:
             self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if state.weight_step:
@@ -228,10 +137,7 @@ class Run:
     # -- schedule --
 
     def n_steps(self, flag: str, epochs: float) -> int:
-        try:
-            return sched.steps(epochs, len(self.train), self.cfg.prompt_batch)
-        except ValueError as error:
-            raise UsageError(f"{flag}: {error}") from None
+        return n_steps(flag, epochs, self.cfg, len(self.train))
 
     def phases(self) -> Iterator[sched.Phase]:
         cfg = self.cfg
@@ -241,17 +147,33 @@ class Run:
         return sched.phases(cfg.method, fixed, adaptive, cfg.stagewise_phases, start=self.state.phase)
 
     def budget(self) -> int:
-        """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
-        cfg = self.cfg
-        return cfg.rollouts or sched.planned_rollouts(
-            self.n_steps("--epochs", cfg.epochs), cfg.prompt_batch, cfg.group_size, cfg.iterations, cfg.candidates,
-            len(self.harness_tasks), cfg.cycles)
+        return rollout_budget(self.cfg, len(self.train), len(self.harness_tasks))
+
+    def left(self, phase: sched.Phase) -> int:
+        """Training rollouts that a phase may still spend. An alternating method runs its cycles; with --rollouts, and
+        for all other methods, the budget decides."""
+        if self.cfg.method in ("whale", "fst", "adaptive") and not self.cfg.rollouts:
+            return UNBOUNDED if phase.cycle <= self.cfg.cycles else 0
+        if self.cfg.finish == "harness" and phase.kind == "harness" and self.untried_weights:
+            return UNBOUNDED
+        return max(0, self.budget() - self.dir.training_rollouts())
+
+    @property
+    def untried_weights(self) -> bool:
+        """Whether weights were trained since the last harness phase ended."""
+        return self.state.weight_step > (self.state.accepted[-1]["weight_step"] if self.state.accepted else 0)
 
     def is_spent(self, phase: sched.Phase) -> bool:
-        """WHALE runs its cycles; with --rollouts, and for all other methods, the budget decides."""
-        if self.cfg.method in ("whale", "adaptive") and not self.cfg.rollouts:
-            return phase.cycle > self.cfg.cycles
-        return self.dir.training_rollouts() >= self.budget()
+        """Whether what is left is not enough for one prompt or one candidate (and its incumbent)."""
+        if phase.kind == "weight":
+            return self.left(phase) < self.cfg.group_size
+        return self.left(phase) < len(self.harness_tasks) * (1 if self.n_iterations(phase) else 2)
+
+    def n_prompts(self, phase: sched.Phase) -> int:
+        return min(self.cfg.prompt_batch, self.left(phase) // self.cfg.group_size)
+
+    def n_candidates(self, phase: sched.Phase) -> int:
+        return min(self.cfg.candidates, self.left(phase) // len(self.harness_tasks))
 
     def begin_phase(self, phase: sched.Phase) -> None:
         self.say(f"cycle {phase.cycle}: {phase.kind} phase from {self.harness.name} ({phase.rule.why}); "
@@ -259,15 +181,12 @@ class Run:
 
     # -- weight phase --
 
-    def roll_out(self, kind: str, tasks: list[Task], n: int, index: int) -> list[Trace]:
+    def roll_out(self, kind: str, tasks: list[Task], n: int, index: int | str) -> list[Trace]:
         """n rollouts a task of the current harness, charged to `kind`; seeds by (run, kind, index)."""
         with self.dir.screen.bar(f"{kind} rollouts", len(tasks) * n) as advance:
             traces = rollout.run(self.engine, self.env, self.sandbox, self.harness.source, tasks, n,
                                  (self.cfg.seed, kind, index), self.rollout_cfg, lambda trace: advance())
-        self.dir.charge(kind, rollouts=len(traces), model_calls=sum(len(trace.calls) for trace in traces),
-                        prompt_tok=sum(trace.n_prompt_tok for trace in traces),
-                        completion_tok=sum(trace.n_tok for trace in traces),
-                        tool_calls=sum(trace.n_tool_calls for trace in traces))
+        self.dir.charge(kind, **cost_of(traces))
         self.tell_judge()
         return traces
 
@@ -296,7 +215,7 @@ class Run:
         phase.rule.record(reward)
         state.signals.append(reward)
         state.weight_step += 1
-        state.n_drawn += cfg.prompt_batch
+        state.n_drawn += len(traces) // cfg.group_size
         state.empty_steps = 0 if accepted else state.empty_steps + 1
         started = self.dir.spent("weight", "seconds")
         self.dir.clock("weight")
@@ -308,6 +227,9 @@ class Run:
             cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.trainer.version,
             reward=reward, accepted_frac=len(accepted) / len(traces), rollouts_per_s=per_s, rule=phase.rule.why,
             n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **rollout.summarise(traces))
+        shown = [trace for which in (True, False) for trace in [t for t in traces if t.accepted == which][:N_SHOWN]]
+        self.dir.write_traces("rollouts", f"step_{state.weight_step:06d}",
+                              [trace.to_json(self.engine.tokenizer) for trace in shown])
         self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
         self.dir.save()
         failed = [trace for trace in traces if trace.status != "ok"]
@@ -321,26 +243,31 @@ class Run:
 
     # -- harness phase --
 
+    def n_iterations(self, phase: sched.Phase) -> int:
+        """Of the phase's archive, in this phase and in earlier ones."""
+        return self.state.archive_iterations.get(str(phase.archive), 0)
+
     def open_search(self, phase: sched.Phase) -> Search:
+        goes_on = self.n_iterations(phase) > len(self.state.signals)        # the archive of the harness phase before
         return Search(
-            folder=self.dir.path / "harness" / f"cycle_{phase.cycle:02d}", engine=self.engine, env=self.env,
-            sandbox=self.sandbox, incumbent=self.harness, tasks=self.harness_tasks, forbidden=self.forbidden,
-            seed=(self.cfg.seed, "harness", phase.cycle), rollout_cfg=self.rollout_cfg,
+            folder=self.dir.path / "harness" / f"cycle_{phase.archive:02d}", engine=self.engine, env=self.env,
+            sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
+            forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive), rollout_cfg=self.rollout_cfg,
             n_candidates=self.cfg.candidates, proposer=PROPOSERS[self.cfg.proposer],
-            on_candidate=self.dir.screen.bar, n_done=len(self.state.signals))
+            on_candidate=self.dir.screen.bar, n_done=self.n_iterations(phase),
+            fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
         """Logs the candidates, charges their rollouts, records the signal (the archive's best score), saves."""
         best, best_score = search.best()
         measured_s = 0.0
+        self.dir.charge("harness", **asdict(search.bill))
         for outcome in outcomes:
             candidate, score = outcome.candidate, outcome.score
-            self.dir.charge("gates", rollouts=outcome.gate_rollouts, seconds=outcome.gate_seconds)
+            self.dir.charge("gates", **outcome.gate_cost, seconds=outcome.gate_seconds)
             measured_s += outcome.gate_seconds
             if score is not None:
-                self.dir.charge("harness", rollouts=score.n, model_calls=score.n_model_calls, seconds=score.seconds,
-                                prompt_tok=score.n_prompt_tok, completion_tok=score.n_completion_tok,
-                                tool_calls=score.n_tool_calls)
+                self.dir.charge("harness", **score.cost, seconds=score.seconds)
                 measured_s += score.seconds
             said = f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]" if score else \
                 f"refused: {outcome.refused}"
@@ -353,8 +280,9 @@ class Run:
         phase.rule.record(best_score.mean)
         self.state.signals.append(best_score.mean)
         self.state.harness_iterations += 1
+        self.state.archive_iterations[str(phase.archive)] = self.n_iterations(phase) + 1
         self.dir.log("iteration", f"best of cycle {phase.cycle} so far: {best.name} with {best_score.mean:.3f}",
-                     cycle=phase.cycle, iteration=len(self.state.signals), best=best.name, best_score=best_score.mean,
+                     cycle=phase.cycle, iteration=self.n_iterations(phase), best=best.name, best_score=best_score.mean,
                      rule=phase.rule.why)
         self.dir.save()
 
@@ -364,10 +292,18 @@ class Run:
         self.harness, score = search.best()
         self.state.harness = asdict(self.harness)
         self.state.accepted.append({"cycle": phase.cycle, "name": self.harness.name, "parent": self.harness.parent,
-                                    "hypothesis": self.harness.hypothesis, "score": score.mean})
+                                    "hypothesis": self.harness.hypothesis, "score": score.mean,
+                                    "archive": phase.archive, "weight_step": self.state.weight_step})
         self.say(f"accepted {self.harness.name} of cycle {phase.cycle}", style="bold")
 
     # -- evaluation and end --
+
+    def evaluate_within(self, phase: sched.Phase) -> None:
+        """Inside a weight phase, every --eval-epochs."""
+        step = self.state.weight_step
+        if self.cfg.eval_epochs and self.state.signals and \
+                step % self.n_steps("--eval-epochs", self.cfg.eval_epochs) == 0:
+            self.evaluate(f"cycle {phase.cycle}, weight step {step}")
 
     def evaluate(self, label: str) -> None:
         """mean@n on D_test with a 95 % interval over tasks, on the same seeds each time; no training rollouts."""
@@ -379,38 +315,50 @@ class Run:
             state.evals.append({**state.evals[-1], "label": label, "training_rollouts": self.dir.training_rollouts()})
             mean = state.evals[-1]["mean"]
             return self.dir.log("eval", f"test mean@{n} {mean:.3f} {label}: same weights and harness as before", **what,
-                                label=label, mean=mean, training_rollouts=self.dir.training_rollouts(), repeated=True)
+                                label=label, mean=mean, repeated=True)
         traces = self.roll_out("eval", self.test, n, 0)
         means = task_means(traces, n)
         mean, ci95 = sum(means) / len(means), bootstrap_ci(means, derive_seed(self.cfg.seed, "bootstrap"))
-        failures = Counter(trace.failure for trace in traces)
+        failures, chosen = Counter(trace.failure for trace in traces), {}
+        if self.cfg.select == "harness-set":                    # one rollout a task, as the harness phase scores
+            chosen["select_mean"] = sum(task_means(self.roll_out("eval", self.harness_tasks, 1, "select"), 1)) / len(
+                self.harness_tasks)
         self.dir.clock("eval")
-        folder = self.dir.path / "eval"
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"{len(state.evals):02d}_step_{state.weight_step:06d}.jsonl", "".join(
-            json.dumps(trace.brief() if trace.sample else trace.to_json(with_ids=True)) + "\n" for trace in traces))
+        name = f"{len(state.evals):02d}_step_{state.weight_step:06d}"
+        self.dir.write_traces("eval", name, [
+            trace.brief() if trace.sample else trace.to_json(self.engine.tokenizer) for trace in traces])
         state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step, **what,
+                            **chosen, "traces": f"eval/{name}.jsonl", "task_means": means,
                             "training_rollouts": self.dir.training_rollouts()})
         self.dir.log("eval", f"test mean@{n} {mean:.3f} [{ci95[0]:.3f}, {ci95[1]:.3f}] {label}; "
                      + ", ".join(f"{word} {count}" for word, count in failures.most_common(5)),
                      label=label, mean=mean, ci95=list(ci95), step=state.weight_step, harness=self.harness.name,
-                     training_rollouts=self.dir.training_rollouts(), **rollout.summarise(traces),
+                     **chosen, **rollout.summarise(traces),
                      **{f"failure_{word}": count for word, count in sorted(failures.items())})
         if label == "base":
             self._save_all()
 
     def finish_phase(self) -> None:
+        """Notes the ledger, all of it from the run's start, and writes summary and report."""
+        spent = {kind: self.dir.spent(kind) for kind in LEDGER[1:]}
+        self.dir.log("ledger", "rollouts so far: " + ", ".join(f"{kind} {n:,}" for kind, n in spent.items()),
+                     phase=self.state.phase + 1,
+                     **{f"{kind}_{what}": n for kind in LEDGER for what, n in self.state.ledger[kind].items()})
         self.state.phase += 1
         self.state.signals = []
         self._save_all()
 
     def finish(self) -> None:
+        if self.cfg.method != "weight" and self.untried_weights:
+            self.say("the budget ended after a weight phase, so no harness was sought for the last weights; "
+                     "--finish harness adds that phase")
         self.state.complete = True
         self._save_all()
 
     def close(self) -> None:
         """Ends the sandbox's processes and gives the run directory free."""
         self.sandbox.close()
+        self.dir.track.close()
         self.dir.lock.close()
 
     def _save_all(self) -> None:
@@ -419,97 +367,26 @@ class Run:
         self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
                                model=cfg.model, n_eval=cfg.n_eval,
                                verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
-                               cycles=len(self.state.accepted), sandbox=self.sandbox.layers, version=code_version())
+                               select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
+                               version=code_version())
         self.dir.save()
+
+
+def n_steps(flag: str, epochs: float, cfg: Config, n_train: int) -> int:
+    try:
+        return sched.steps(epochs, n_train, cfg.prompt_batch)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
+    """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
+    planned = sched.planned_rollouts(
+        n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
+        cfg.candidates, n_harness_tasks, cfg.cycles)
+    return cfg.rollouts or planned
 
 
 def task_means(traces: list[Trace], n: int) -> list[float]:
     """Traces in the order of (task, sample), n samples a task -> the mean reward of each task."""
     return [sum(trace.reward for trace in traces[i:i + n]) / n for i in range(0, len(traces), n)]
-
-
-def train_config(cfg: Config) -> TrainConfig:
-    return TrainConfig(**{knob.name: getattr(cfg, knob.name) for knob in fields(TrainConfig)})
-
-
-def rollout_config(cfg: Config) -> RolloutConfig:
-    return RolloutConfig(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_assistant_tok, cfg.max_calls, cfg.n_rows,
-                         cfg.n_workers, Limits(cfg.tool_s, cfg.tool_mb), Limits(cfg.harness_s, cfg.harness_mb))
-
-
-# ---- checks before a model is loaded --------------------------------------------------------------------------------
-
-
-def read_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise UsageError(f"{path}: {why}") from None
-
-
-def load_split(env, value: str) -> list[Task]:
-    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
-    path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
-    tasks = env.load(Path(path))[slice(int(start) if start else None, int(end) if end else None)]
-    if not tasks:
-        raise UsageError(f"{value}: no rows")
-    return tasks
-
-
-def load_splits(cfg: Config) -> tuple:
-    """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
-        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
-    try:
-        env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
-    embedded = ROOT / "embedded" / cfg.domain
-    splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
-              for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
-    check_disjoint(**splits)
-    return env, splits
-
-
-def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
-    """The judge that the flags name, with the key that only the environment holds."""
-    if bool(cfg.judge_url) != bool(cfg.judge_model):
-        raise UsageError("--judge-url and --judge-model go together")
-    try:
-        key = os.environ.get("WHALE_JUDGE_KEY") or None
-        return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
-    except ValueError as error:
-        raise UsageError(f"--judge-url: {error}") from None
-
-
-def hash_tasks(tasks: list[Task]) -> str:
-    return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
-
-
-def hash_model(model: str) -> str:
-    """sha256 over a local model's files; a hub name stands for itself."""
-    path = Path(model)
-    files = [f for f in sorted(path.glob("*")) if f.is_file()] if path.is_dir() else [path] if path.is_file() else []
-    digest = hashlib.sha256(b"" if files else model.encode())
-    for file in files:
-        with open(file, "rb") as handle:
-            digest.update(file.name.encode() + hashlib.file_digest(handle, "sha256").digest())
-    return digest.hexdigest()
-
-
-def check_disk(cfg: Config) -> None:
-    """Two checkpoints are kept while a third is written, each of fp32 weights and two AdamW moments."""
-    path, out = Path(cfg.model), Path(cfg.out).absolute()
-    files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    needed = 3 * 6 * sum(file.stat().st_size for file in files) + (200 << 20)          # files of bf16, 2 bytes a weight
-    existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make "
-                         "room or choose another place with --out")
-
-
-def code_version() -> str:
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip() if git.returncode == 0 else VERSION

@@ -19,7 +19,7 @@ from rollout import InfraError, RolloutConfig, run
 from sandbox import Sandbox
 from search_index import Bm25Index
 from tasks import DataError, Task, check_disjoint
-from whale import ROOT
+from config import ROOT
 
 CFG = RolloutConfig(max_assistant_tok=2000, max_calls=18)
 CORPUS = [("Velnor", "Velnor is a town on the river Tass. Its mayor is Ona Kell."),

@@ -8,7 +8,7 @@ import torch
 from engine import (
     Completion, ModelError, SamplingParams, TransformersEngine, load_model, sample_tokens, untied_weights, weights_checksum,
 )
-from whale import ROOT
+from config import ROOT
 
 MODEL = str(ROOT / "embedded" / "model")
 

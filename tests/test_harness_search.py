@@ -27,7 +27,9 @@ from gates import ForbiddenText
 from nano_worlds import MathWorld, demonstrate
 from harness_search import Candidate, Outcome, ProposalRequest, Score, Search, SearchError
 from rollout import RolloutConfig, run
+from rundir import sha256
 from sandbox import Sandbox
+from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parents[1]
 CFG = RolloutConfig(max_assistant_tok=96, max_calls=8)
@@ -132,7 +134,7 @@ def test_honest_harnesses_pass(name, engine, sandbox):
     assert [probe for probe in probes if not probe.passed] == []
     models = [f"null model: {model}" for model in ("silent", "unsure", "noise", "echo", "copy", "spray")]
     assert [probe.name for probe in probes] == ["contract", "lint", "literals", *models, "first tasks"]
-    assert sum(probe.n_rollouts for probe in probes) == 2
+    assert sum(probe.cost.get("rollouts", 0) for probe in probes) == 2
 
 
 ANSWERS = [task.answer for task in OTHERS if len(task.answer) > 1][:8]
@@ -250,7 +252,7 @@ def test_common_words_of_a_domain_are_no_question():
 
 
 def make_score(mean: float, calls: float) -> Score:
-    return Score(mean, (0.0, 1.0), 8, 8, 0, 0, calls, 1.0, 8, 8, 8, 0, {}, 0.0, "", 0, "")
+    return Score(mean, (0.0, 1.0), 8, 8, 0, 0, calls, 1.0, {}, {}, 0.0, "", 0, "")
 
 
 def make_outcome(name: str, mean: float | None, calls: float = 2.0, source: str = "") -> Outcome:
@@ -271,11 +273,11 @@ def test_tie_rule(scores, best):
 
 def test_bootstrap_interval():
     values = np.random.default_rng(0).binomial(1, 0.3, 256).astype(float).tolist()
-    low, high = hs.bootstrap_ci(values, 7)
+    low, high = bootstrap_ci(values, 7)
     error = 1.96 * np.std(values) / 16
     assert abs((np.mean(values) - low) / error - 1) < 0.1 and abs((high - np.mean(values)) / error - 1) < 0.1
-    assert (low, high) == hs.bootstrap_ci(values, 7) != hs.bootstrap_ci(values, 8)
-    assert hs.bootstrap_ci([1.0, 1.0], 0) == (1.0, 1.0)
+    assert (low, high) == bootstrap_ci(values, 7) != hs.bootstrap_ci(values, 8)
+    assert bootstrap_ci([1.0, 1.0], 0) == (1.0, 1.0)
 
 
 def test_score_key(tmp_path, engine, sandbox):
@@ -306,7 +308,7 @@ def test_denominators_count_what_failed(tmp_path, engine, sandbox):
     assert score.n == len(rows) == 8 and score.n_ok + score.n_error + score.n_killed == 8 and score.n_error > 0
     assert score.mean == sum(row["reward"] for row in rows) / 8
     assert score.failures == dict(sorted(Counter(r["failure"] for r in rows if r["failure"] != "solved").items()))
-    assert score.n_model_calls == sum(row["n_calls"] for row in rows) == 8 * score.calls_a_rollout
+    assert score.cost["model_calls"] == sum(row["n_calls"] for row in rows) == 8 * score.calls_a_rollout
     assert score.n_completion_tok == sum(row["n_tok"] for row in rows) == 8 * score.tok_a_rollout
 
 
@@ -364,7 +366,7 @@ def test_archive_of_a_search(finished):
     rows = [json.loads(line) for line in (folder / "history.jsonl").open()]
     assert [row["name"] for row in rows] == ["h0", "h1", "h2", "h3", "h4"]
     assert [row["iteration"] for row in rows] == [1, 2, 2, 3, 3]
-    assert rows[0]["parent"] == "" and rows[0]["harness_sha"] == hs.sha256(H0)
+    assert rows[0]["parent"] == "" and rows[0]["harness_sha"] == sha256(H0)
     for row in rows:
         files = {path.name for path in (folder / row["name"]).iterdir()}
         assert row["refused"] == "", row                        # the rules write nothing that a gate refuses
@@ -500,7 +502,7 @@ def test_duplicates_and_unknown_parents_are_refused(tmp_path, engine, sandbox):
     assert len(outcomes) == len(expected)
     for outcome, words in zip(outcomes, expected, strict=True):
         assert words in outcome.refused and bool(words) == bool(outcome.refused) == (outcome.score is None)
-        assert outcome.gate_rollouts == (2 if words in ("", fails) and outcome.candidate.name != "h0" else 0)
+        assert outcome.gate_cost.get("rollouts", 0) == (2 if words in ("", fails) and outcome.candidate.name != "h0" else 0)
         if outcome.refused:                             # where the proposer reads it
             record = json.loads((tmp_path / outcome.candidate.name / "refused.json").read_text())
             assert record["refused"] == outcome.refused

@@ -12,7 +12,7 @@ from engine import SamplingParams, TransformersEngine, load_tokenizer
 from envs import ENVS, SearchEnv
 from mechanisms import mechanisms_of, render
 from tasks import ToolUse
-from whale import ROOT
+from config import ROOT
 
 
 def test_the_shipped_data_is_what_nano_writes(tmp_path, monkeypatch):

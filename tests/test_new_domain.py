@@ -8,7 +8,8 @@ import pytest
 import envs
 from math_answer import last_box
 from tasks import Row, Task, ToolUse, Verdict
-from whale import DOMAIN_PRESETS, PRESETS, Config, Run, train_whale
+from config import DOMAIN_PRESETS, PRESETS, Config
+from whale import Run, train_whale
 
 H0 = '''"""The number is looked up before the model is asked, once."""
 

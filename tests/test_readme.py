@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from whale import ROOT
+from config import ROOT
 
 RESULTS = json.loads((ROOT / "results" / "tiny.json").read_text())
 

@@ -13,7 +13,7 @@ from rollout import (
     Call, Prompter, RolloutConfig, Trace, derive_seed, parse_tool_calls, run, summarise,
 )
 from sandbox import Limits, Sandbox
-from whale import ROOT
+from config import ROOT
 
 MODEL = str(ROOT / "embedded" / "model")
 ENV = MathEnv()

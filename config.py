@@ -1,0 +1,209 @@
+"""The settings: every knob, the presets, and what is checked before a model is loaded.
+
+The defaults of `Config` are the paper's settings for math; PRESETS and DOMAIN_PRESETS override them, and flags override
+both.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from envs import ENVS
+from proposers import propose_by_rules
+from rft import TrainConfig
+from rollout import RolloutConfig
+from rundir import UsageError
+from sandbox import Limits
+from sched import METHODS
+from search_answer import Judge
+from tasks import Task, check_disjoint
+
+ROOT = Path(__file__).resolve().parent
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every knob, each a flag. The defaults are the `paper` preset for math; PRESETS overrides them."""
+    domain: str
+    preset: str = "tiny"
+    method: str = "whale"                   # whale, adaptive, weight, harness, fst, stagewise (sched.py)
+    seed: int = 0
+    cycles: int = 2                         # of one weight and one harness phase
+    rollouts: int = 0                       # training rollouts to spend; 0: what `cycles` cycles of WHALE would take
+    name: str = ""                          # of the run; "": from domain, method and seed
+    out: str = str(ROOT / "runs")
+    # theta, D_weight, D_harness, D_test
+    model: str = "Qwen/Qwen3.5-2B"
+    train: str = ""                         # FILE or FILE[a:b], rows a to b
+    harness_set: str = ""
+    test: str = ""
+    harness: str = ""                       # the harness to start from; "": h0 of the domain
+    retriever: str = ""                     # search: URLs of retriever servers, or a corpus file; "": the embedded one
+    judge_url: str = ""                     # search: asked where exact match says no; its key is in WHALE_JUDGE_KEY
+    judge_model: str = ""
+    # schedule (E, I) and its adaptive form
+    epochs: float = 0.6                     # E: epochs of weight updates a cycle
+    iterations: int = 6                     # I: harness iterations a cycle; the first scores the incoming harness
+    candidates: int = 3                     # M
+    patience_epochs: float = 0.2            # adaptive weight phase: window, patience and least length
+    patience_iterations: int = 2            # adaptive harness phase
+    min_iterations: int = 6
+    max_iterations: int = 16
+    stagewise_phases: int = 2               # weight phases before the harness phases of `stagewise`
+    finish: str = "budget"                  # harness: when weights were trained last, one more harness phase
+    # rollouts
+    prompt_batch: int = 256
+    group_size: int = 8                     # G
+    n_eval: int = 8                         # mean@n on D_test
+    eval_epochs: float = 0.0                # also evaluate every so many epochs inside a weight phase; 0: after phases
+    select: str = "test"                    # the split that chooses the best evaluation, as in the paper; harness-set
+    temperature: float = 1.0
+    top_k: int = 20
+    top_p: float = 1.0
+    max_assistant_tok: int = 8192           # a rollout
+    max_calls: int = 16                     # model calls a rollout, hard cap
+    max_len: int = 16384                    # tokens of context
+    n_rows: int = 256                       # rollouts at once
+    tool_s: float = 30.0
+    tool_mb: int = 1024
+    harness_s: float = 5.0                  # between two requests of a harness program
+    harness_mb: int = 512
+    n_workers: int = 1                      # sandbox processes that run harness programs; changes no result
+    max_failed_frac: float = 0.5            # a weight step with more failed programs than this stops the run
+    max_empty_steps: int = 5                # weight steps in a row without an accepted rollout
+    # rejection-sampling fine-tuning
+    lr: float = 1e-7
+    minibatch: int = 64                     # trajectories
+    micro_tok: int = 16384
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    head_chunk_tok: int = 1024
+    autocast_bf16: bool = True
+    # machinery
+    device: str = "cpu"
+    proposer: str = "rules"
+    waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
+    track: str = ""                         # wandb, trackio or tensorboard: a live copy of metrics.jsonl
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
+
+    @property
+    def waived_layers(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.waive.split(",")))
+
+
+PRESETS = {
+    "paper": {},                            # the table of the paper; the defaults of Config are its column for math
+    "tiny": dict(                           # its adaptive settings are the paper's, shrunk as E and I are
+        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
+        patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,
+        max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
+        micro_tok=4096, autocast_bf16=False),
+}
+DOMAIN_PRESETS = {                          # where a domain differs
+    ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
+    ("tiny", "search"): dict(epochs=0.3125, patience_epochs=0.09375, prompt_batch=64, lr=5e-4),
+    ("tiny", "chess"): dict(epochs=1.25, patience_epochs=0.375, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
+}
+CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",), "method": METHODS,
+           "select": ("test", "harness-set"), "finish": ("budget", "harness"),
+           "track": ("", "wandb", "trackio", "tensorboard")}
+PROPOSERS = {"rules": propose_by_rules}
+FREE_ON_RESUME = {"out", "name", "n_workers", "track"}     # they change no result; nor does the address of a server
+
+
+def train_config(cfg: Config) -> TrainConfig:
+    return TrainConfig(**{knob.name: getattr(cfg, knob.name) for knob in fields(TrainConfig)})
+
+
+def rollout_config(cfg: Config) -> RolloutConfig:
+    return RolloutConfig(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_assistant_tok, cfg.max_calls, cfg.n_rows,
+                         cfg.n_workers, Limits(cfg.tool_s, cfg.tool_mb), Limits(cfg.harness_s, cfg.harness_mb))
+
+
+# ---- checks before a model is loaded --------------------------------------------------------------------------------
+
+
+def read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise UsageError(f"{path}: {why}") from None
+
+
+def load_split(env, value: str) -> list[Task]:
+    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
+    path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
+    tasks = env.load(Path(path))[slice(int(start) if start else None, int(end) if end else None)]
+    if not tasks:
+        raise UsageError(f"{value}: no rows")
+    return tasks
+
+
+def load_splits(cfg: Config) -> tuple:
+    """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
+    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
+        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
+    try:
+        env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
+    embedded = ROOT / "embedded" / cfg.domain
+    splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
+              for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
+    check_disjoint(**splits)
+    return env, splits
+
+
+def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
+    """The judge that the flags name, with the key that only the environment holds."""
+    if bool(cfg.judge_url) != bool(cfg.judge_model):
+        raise UsageError("--judge-url and --judge-model go together")
+    try:
+        key = os.environ.get("WHALE_JUDGE_KEY") or None
+        return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
+    except ValueError as error:
+        raise UsageError(f"--judge-url: {error}") from None
+
+
+def hash_tasks(tasks: list[Task]) -> str:
+    return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
+
+
+def hash_model(model: str) -> str:
+    """sha256 over a local model's files; a hub name stands for itself."""
+    path = Path(model)
+    files = [f for f in sorted(path.glob("*")) if f.is_file()] if path.is_dir() else [path] if path.is_file() else []
+    digest = hashlib.sha256(b"" if files else model.encode())
+    for file in files:
+        with open(file, "rb") as handle:
+            digest.update(file.name.encode() + hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_disk(cfg: Config) -> None:
+    """Two checkpoints are kept while a third is written, each of fp32 weights and two AdamW moments."""
+    path, out = Path(cfg.model), Path(cfg.out).absolute()
+    files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    needed = 3 * 6 * sum(file.stat().st_size for file in files) + (200 << 20)          # files of bf16, 2 bytes a weight
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make "
+                         "room or choose another place with --out")
+
+
+def code_version() -> str:
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() if git.returncode == 0 else VERSION
