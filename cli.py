@@ -6,6 +6,8 @@
     sandbox FILE.py [--seconds 2 --mb 256]           one snippet as the Python tool runs it
     verify math --cases FILE.jsonl                   verdicts on a file of cases
     verify math --reply-file F --reference R         one verdict, and why (chess: --fen F)
+    compare math --methods whale,weight --seeds 3    several methods or schedules on the same seeds (compare.py)
+    report RUN                                       rebuilds report.html of a run or of a comparison (report.py)
     data math --out DIR                              the paper's splits, from the hub or from files (data.py)
     retriever --corpus FILE --index DIR              a search server (retriever.py)
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import compare
 import data
+import report
 import retriever
 import rollout
 from config import CHOICES, DOMAIN_PRESETS, PRESETS, Config, load_splits, read_file, rollout_config, train_config
@@ -179,6 +182,17 @@ def command_verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def command_report(args: argparse.Namespace) -> int:
+    for folder in map(Path, args.run):
+        if (folder / "results.json").exists() or (folder / "arms").is_dir():
+            print(compare.write_comparison(folder) / "report.html")
+            continue
+        if running := report.is_running(folder):
+            print(f"{folder} is still running; its report shows what is finished", file=sys.stderr)
+        print(report.write_report(folder, running))
+    return 0
+
+
 def show(args: argparse.Namespace, result: dict) -> None:
     """One JSON object and nothing else with --json; a line a key otherwise."""
     if args.json:
@@ -208,6 +222,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="methods or schedules on the same seeds and budgets")
     add_config_flags(sub)
     compare.add_flags(sub)
+    page = word("report", command_report, help="rebuild report.html from a run's files")
+    page.add_argument("run", nargs="+", metavar="RUN", help="the directory of a run or of a comparison")
     sub = word("eval", command_eval, help="mean@n of one harness and one model")
     add_config_flags(sub)
     sub.add_argument("--split", choices=("train", "harness", "test"), default="test")

@@ -5,8 +5,9 @@ its own; a finished arm is never run again, a stopped one is resumed. Arms that 
 refused. The x axis is the training rollouts (weight + harness), as in the paper; all else that was spent stands beside.
 
     OUT/compare-math/arms/whale-seed0/ ...      the runs, each with its log
-    OUT/compare-math/results.json               all that table and figure are made of
-    OUT/compare-math/table.md  curves.png  report.html
+    OUT/compare-math/compare.json               what is compared, where, and the commands that asked for it
+    OUT/compare-math/results.json               all that the tables and the figure are made of
+    OUT/compare-math/table.md  curves.png  report.html      rewritten whenever an arm ends
 
 Differs from the paper: the paper shows single runs; here a method is the mean over seeds, and since arms of one seed
 share tasks and sampling seeds, differences are paired.
@@ -18,22 +19,33 @@ share tasks and sampling seeds, differences are paired.
 import ctypes
 import json
 import os
+import platform
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from config import ROOT, Config, load_splits
-from rundir import UsageError
+from config import FREE_ON_RESUME, ROOT, Config, load_splits
+from plots import Figures, Series
+from report import RATES, phase_spans, read_json, read_run, render
+from rundir import AMOUNTS, LEDGER, UsageError, take_lock, write_atomically
 from sched import METHODS
+from screen import LEDGER_TITLES, ledger_cells
+from stats import paired_ci
 from whale import rollout_budget
 
-VARIES = {"method", "seed", "epochs", "iterations", "out", "name"}      # what arms of a comparison may differ in
+VARIES = {"method", "seed", "epochs", "iterations"}     # what arms of a comparison may differ in
 
 
 class ArmFailed(RuntimeError):
@@ -69,10 +81,9 @@ def plan_arms(cfg: Config, methods: list[str], schedules: list[tuple[float, int]
             for seed in range(cfg.seed, cfg.seed + n_seeds) for label, variant in variants]
 
 
-def run_arms(arms: list[Arm], n_jobs: int) -> None:
-    """Runs those that are not complete, n_jobs at once, each on its share of the cores. ArmFailed when all are done."""
+def run_arms(arms: list[Arm], n_jobs: int, n_threads: int, on_end: Callable[[], None]) -> None:
+    """Runs those that are not complete, n_jobs at once. ArmFailed, when all are done, if one did not end well."""
     todo = [arm for arm in arms if not arm.complete]
-    n_threads = max(1, len(os.sched_getaffinity(0)) // n_jobs)
     running: dict[Arm, subprocess.Popen] = {}
     failed: dict[str, str] = {}
     console = Console(highlight=False, soft_wrap=True)
@@ -94,6 +105,7 @@ def run_arms(arms: list[Arm], n_jobs: int) -> None:
                         if process.returncode:
                             failed[arm.folder.name] = last_line(log_of(arm))
                         console.print(f"{arm.folder.name}: " + (failed.get(arm.folder.name) or last_result(arm)))
+                        on_end()
                 progress.update(overall, completed=sum(map(n_spent, arms)))
                 time.sleep(0.2)
         finally:
@@ -144,6 +156,168 @@ def n_spent(arm: Arm) -> int:
     return sum(int(ledger.get(kind, {}).get("rollouts", 0)) for kind in ("weight", "harness"))
 
 
+# ---- from the arms' files to tables and a figure --------------------------------------------------------------------
+
+
+def collect(folder: Path) -> dict:
+    """results.json of a comparison: what its finished arms measured. UsageError where settings differ."""
+    asked = read_json(folder / "compare.json")
+    arms, settings = [], None
+    for name, label in asked["arms"].items():
+        arm = folder / "arms" / name
+        if not (arm / "summary.json").exists() or not read_json(arm / "summary.json")["complete"]:
+            continue
+        config, state, metrics = read_run(arm)
+        own = {**read_json(arm / "config.json"), "config": {k: v for k, v in config.items() if k not in VARIES}}
+        settings = settings or own
+        if differing := [f"{group} {key}: {settings[group].get(key)!r} and {value!r}" for group in own
+                         for key, value in own[group].items() if settings[group].get(key) != value]:
+            raise UsageError(f"{arm} and {folder / 'arms' / arms[0]['name']} cannot be compared; they differ in\n  "
+                             + "\n  ".join(differing))
+        summary, n = read_json(arm / "summary.json"), config["n_eval"]
+        best = max(state["evals"], key=lambda row: row.get("select_mean", row["mean"]))
+        evals = [row for row in metrics if row["kind"] == "eval" and "n" in row]
+        arms.append({
+            "name": name, "label": label, "seed": config["seed"], "version": summary["version"],
+            "curve": [{key: row[key] for key in ("label", "training_rollouts", "mean", "ci95")}
+                      for row in state["evals"]],
+            "phases": phase_spans(metrics), "accepted": state["accepted"],
+            **{which: {"mean": row["mean"], "ci95": row["ci95"], "n_right": [round(m * n) for m in row["task_means"]]}
+               for which, row in (("base", state["evals"][0]), ("best", best), ("final", state["evals"][-1]))},
+            "rates": {which: {key: row[key] for key in (*RATES, "tok_a_rollout", "calls_a_rollout") if key in row}
+                      for which, row in (("base", evals[0]), ("final", evals[-1]))},
+            "training_rollouts": state["evals"][-1]["training_rollouts"],
+            "ledger": {kind: {what: round(state["ledger"][kind].get(what, 0), 1) for what in AMOUNTS}
+                       for kind in LEDGER}})
+    missing = [name for name in asked["arms"] if name not in {arm["name"] for arm in arms}]
+    shown = json.loads(json.dumps(settings or {}).replace(f"{ROOT}/", ""))
+    return {**{key: asked[key] for key in ("commands", "machine", "domain", "rollouts")}, "missing": missing,
+            "arms": arms, "settings": shown}
+
+
+def labels_of(results: dict) -> list[str]:
+    return list(dict.fromkeys(arm["label"] for arm in results["arms"]))
+
+
+def differences(results: dict, which: str) -> dict[str, dict]:
+    """By label: the first label less it, paired by seed and task: mean, ci95, and each seed's mean."""
+    by_arm = {(arm["label"], arm["seed"]): arm for arm in results["arms"]}
+    first, *others = labels_of(results)
+    n = results["settings"]["config"]["n_eval"]
+    found = {}
+    for label in others:
+        seeds = sorted(seed for name, seed in by_arm if name == label and (first, seed) in by_arm)
+        grid = [[(a - b) / n for a, b in zip(by_arm[first, seed][which]["n_right"],
+                                             by_arm[label, seed][which]["n_right"], strict=True)] for seed in seeds]
+        if grid:
+            found[label] = {"mean": float(np.mean(grid)), "ci95": paired_ci(grid, seed=0),
+                            "seeds": [sum(row) / len(row) for row in grid]}
+    return found
+
+
+def tables_of(results: dict) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, column titles, rows): the results, paired differences, what was spent, where the gain comes from."""
+    if not results["arms"]:
+        return []
+    labels, n_eval = labels_of(results), results["settings"]["config"]["n_eval"]
+    arms_of = {label: [arm for arm in results["arms"] if arm["label"] == label] for label in labels}
+    over = {which: differences(results, which) for which in ("final", "best")}
+
+    def mean(arms: list[dict], which: str) -> str:
+        return f"{np.mean([arm[which]['mean'] for arm in arms]):.3f}"
+
+    rows = []
+    for label, own in arms_of.items():
+        finals = [arm["final"]["mean"] for arm in own]
+        rows.append([label, str(len(own)), *(mean(own, which) for which in ("base", "best", "final")),
+                     f"{min(finals):.3f} to {max(finals):.3f}",
+                     f"{np.mean([arm['training_rollouts'] for arm in own]):,.0f}"])
+    tables = [(f"test mean@{n_eval}, mean over seeds",
+               ["method", "seeds", "base", "best", "final", "final, least to most", "training rollouts"], rows)]
+    over = {which: differences(results, which) for which in ("final", "best")}
+    rows = [[label, f"{row['mean']:+.3f}", "{:+.3f} to {:+.3f}".format(*row["ci95"]),
+             ", ".join(f"{x:+.3f}" for x in row["seeds"]), f"{over['best'][label]['mean']:+.3f}",
+             "{:+.3f} to {:+.3f}".format(*over["best"][label]["ci95"])] for label, row in over["final"].items()]
+    if rows:
+        tables.append((f"{labels[0]} less each, paired by seed and task",
+                       ["method", "final", "95 % interval", "each seed's", "best", "95 % interval"], rows))
+    spent = []
+    for label, own in arms_of.items():
+        for kind in LEDGER[1:]:
+            means = {what: float(np.mean([arm["ledger"][kind][what] for arm in own])) for what in AMOUNTS}
+            spent.append([label, kind, *ledger_cells(means)])
+    tables.append(("what an arm spent, mean over seeds", ["method", "phase", *LEDGER_TITLES], spent))
+    keys = [key for key in RATES if key in results["arms"][0]["rates"]["base"]]
+
+    def diagnose(name: str, arms: list[dict], which: str) -> list[str]:
+        means = {key: np.mean([arm["rates"][which].get(key, np.nan) for arm in arms])
+                 for key in (*keys, "tok_a_rollout", "calls_a_rollout")}
+        return [name, *(f"{100 * means[key]:.1f} %" for key in keys), f"{means['tok_a_rollout']:.1f}",
+                f"{means['calls_a_rollout']:.2f}"]
+
+    tables.append(("where it comes from: rates on the test split, mean over seeds",
+                   ["agent", *(RATES[key] for key in keys), "tokens a rollout", "calls a rollout"],
+                   [diagnose("base", results["arms"], "base"),
+                    *(diagnose(f"{label}, final", own, "final") for label, own in arms_of.items())]))
+    return tables
+
+
+def figure_of(results: dict) -> Figures:
+    """mean@n against training rollouts: the mean over seeds, and from the least to the most of them."""
+    series = []
+    for label in labels_of(results):
+        curves = [([point["training_rollouts"] for point in arm["curve"]], [point["mean"] for point in arm["curve"]])
+                  for arm in results["arms"] if arm["label"] == label]
+        end = min(max(x) for x, _ in curves)
+        grid = sorted({x for xs, _ in curves for x in xs if x <= end})
+        values = np.array([np.interp(grid, xs, ys) for xs, ys in curves])              # (n_seeds, n_points)
+        series.append(Series(label, grid, *(f(axis=0).tolist() for f in (values.mean, values.min, values.max))))
+    first = results["arms"][0]
+    return Figures(f"test mean@{results['settings']['config']['n_eval']}", series, [], first["phases"])
+
+
+def markdown(results: dict) -> str:
+    blocks = []
+    for title, titles, rows in tables_of(results):
+        lines = ["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows)]
+        blocks.append(f"**{title}**\n\n" + "\n".join(lines) + "\n")
+    commands = "\n".join(results["commands"])
+    missing = f"Not finished: {', '.join(results['missing'])}.\n\n" if results["missing"] else ""
+    versions = ", ".join(sorted({arm["version"][:12] for arm in results["arms"]}))
+    return (f"```\n{commands}\n```\n\n{results['machine']}; version {versions}\n\n{missing}" + "\n".join(blocks)
+            + f"\nThe best is chosen on {chosen_on(results)}. Intervals are 95 %, bootstrapped over seeds and tasks.\n")
+
+
+def chosen_on(results: dict) -> str:
+    return {"test": "the test split, as in the paper", "harness-set": "D_harness"}[
+        results["settings"]["config"]["select"]]
+
+
+def write_comparison(folder: Path) -> Path:
+    """results.json, table.md, curves.png and report.html of a comparison, from its finished arms -> the folder."""
+    folder = Path(folder)
+    results = collect(folder)
+    write_atomically(folder / "results.json", json.dumps(results) + "\n")
+    if results["arms"]:
+        figure = figure_of(results)
+        write_atomically(folder / "table.md", markdown(results))
+        figure.save_png(folder / "curves.png")
+        write_atomically(folder / "report.html", render(
+            "compare.html.jinja", title=f"comparison on {results['domain']}", results=results,
+            tables=tables_of(results), svg={size: figure.svg(size) for size in ("wide", "narrow")},
+            chosen_on=chosen_on(results)))
+    return folder
+
+
+def name_machine(device: str) -> str:
+    """The machine in words, for whoever reads the results."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if device != "cpu" else "no GPU"
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()}, {memory:.0f} GiB, {gpu}"
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +348,41 @@ def command_compare(cfg: Config, methods: str, schedules: str, n_seeds: int, n_j
     if n_seeds < 1 or n_jobs < 0:
         raise UsageError(f"--seeds {n_seeds} --jobs {n_jobs}: at least 1 (--jobs 0: one a core)")
     names, pairs = read_variants(methods, schedules)
-    cfg = replace(cfg, name=cfg.name or f"compare-{cfg.domain}")
+    cfg = replace(cfg, name=cfg.name or f"compare-{cfg.domain}" + "-schedules" * bool(pairs))
     arms = plan_arms(cfg, names, pairs, n_seeds)
-    n_cores = len(os.sched_getaffinity(0))
-    run_arms(arms, min(len(arms), n_jobs or (n_cores if cfg.device == "cpu" else 1)))
+    folder, n_cores = cfg.run_dir, len(os.sched_getaffinity(0))
+    n_jobs = min(len(arms), n_jobs or (n_cores if cfg.device == "cpu" else 1))
+    n_threads = max(1, n_cores // n_jobs)
+    folder.mkdir(parents=True, exist_ok=True)
+    with take_lock(folder, "comparison"):
+        note_request(folder, arms, f"{name_machine(cfg.device)}; {n_jobs} arms at once, {n_threads} threads each")
+        try:
+            run_arms(arms, n_jobs, n_threads, lambda: write_comparison(folder))
+        finally:
+            write_comparison(folder)
+    results = read_json(folder / "results.json")
+    console = Console(highlight=False)
+    for title, titles, rows in tables_of(results)[:2]:
+        table = Table(*titles, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"what was spent, and the curves: {folder / 'report.html'}, table.md, curves.png", soft_wrap=True)
     return 0
+
+
+def note_request(folder: Path, arms: list[Arm], machine: str) -> None:
+    """compare.json: the arms so far and these. UsageError if those so far were asked for with other settings."""
+    path = folder / "compare.json"
+    free = VARIES | FREE_ON_RESUME
+    settings = {key: value for key, value in asdict(arms[0].cfg).items() if key not in free}
+    before = read_json(path) if path.exists() else {"arms": {}, "commands": [], "settings": settings}
+    if changes := [f"  {key}: {before['settings'].get(key)!r} then, {value!r} now" for key, value in settings.items()
+                   if before["settings"].get(key) != value]:
+        raise UsageError("\n".join([f"{folder} holds a comparison with other settings:", *changes,
+                                    "Give this one another --name, or remove that directory."]))
+    command = "bash run.sh " + shlex.join(sys.argv[1:])
+    write_atomically(path, json.dumps({
+        "domain": arms[0].cfg.domain, "rollouts": arms[0].cfg.rollouts, "machine": machine, "settings": settings,
+        "commands": list(dict.fromkeys([*before["commands"], command])),
+        "arms": before["arms"] | {arm.folder.name: arm.label for arm in arms}}, indent=1) + "\n")

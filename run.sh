@@ -4,12 +4,14 @@
 #
 #   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 3 minutes)
 #   bash run.sh search | chess           the same on the other two domains (about 4 minutes each)
+#   bash run.sh compare math             all methods, three seeds, the same budget: a table and a figure (about 35 minutes)
+#   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh test [pytest flags]      the tests (about 5 minutes)
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare eval check-harness sandbox verify data retriever test"
+words="math search chess compare report eval check-harness sandbox verify data retriever test"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}

@@ -18,6 +18,7 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 from screen import Screen
 from track import NO_TRACKER
@@ -56,11 +57,7 @@ class RunDir:
         self.path, self.screen = path, Screen()
         self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
         path.mkdir(parents=True, exist_ok=True)
-        self.lock = open(path / ".lock", "w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{path} is in use by another run; give this one another --name") from None
+        self.lock = take_lock(path, "run")
         self._check_identity({"format": {"version": FORMAT}, **identity})
         state = path / "state.json"
         self.resumed = state.exists()
@@ -156,6 +153,16 @@ class RunDir:
             "ledger": {kind: {what: round(self.spent(kind, what), 4) for what in AMOUNTS} for kind in LEDGER},
             "weight_steps": state.weight_step, "harness_iterations": state.harness_iterations,
             "accepted": state.accepted, "final_harness": "final_harness.py"}, indent=1) + "\n")
+
+
+def take_lock(folder: Path, what: str) -> TextIO:
+    """Held until it is closed, or until the process ends, however it ends. UsageError if another process holds it."""
+    lock = open(folder / ".lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(f"{folder} is in use by another {what}; give this one another --name") from None
+    return lock
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -57,6 +57,6 @@ class Screen:
 
 def ledger_cells(amounts: dict[str, float]) -> list[str]:
     """One row of the ledger, for people."""
-    return [*(f"{amounts[what]:,}" for what in ("rollouts", "model_calls", "prompt_tok", "completion_tok",
+    return [*(f"{amounts[what]:,.0f}" for what in ("rollouts", "model_calls", "prompt_tok", "completion_tok",
                                                 "tool_calls", "proposer_calls")),
             f"{amounts['proposer_usd']:.2f}", f"{amounts['seconds'] / 60:.1f}"]

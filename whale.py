@@ -29,6 +29,7 @@ from config import (
 from engine import TransformersEngine, weights_checksum
 from gates import ForbiddenText
 from harness_search import Candidate, Outcome, Search
+from report import write_report
 from rft import StepStats, Trainer
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
@@ -370,6 +371,10 @@ class Run:
                                select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
                                version=code_version())
         self.dir.save()
+        try:
+            write_report(self.dir.path, running=not self.state.complete)
+        except UsageError as error:                             # its files were touched: no reason to stop the run
+            self.say(f"no report.html: {error}")
 
 
 def n_steps(flag: str, epochs: float, cfg: Config, n_train: int) -> int:

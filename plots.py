@@ -1,0 +1,97 @@
+"""The figures: mean@n against training rollouts, for the report (SVG in the page's own colours) and as PNG files."""
+
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e11d48", "#0d9488", "#a16207", "#64748b")  # on black and white
+PHASES = {"weight": "#f97316", "harness": "#3b82f6"}
+INK = "#7b7b7b"                             # text and axes; in the report's SVG it becomes the page's own text colour
+SIZES = {"wide": (8.6, 4.2), "narrow": (3.9, 4.0)}      # inches; the second is for a phone
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: y over x, with a band from low to high (spread over seeds) or with error bars (one run's interval)."""
+    name: str
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    band: bool = True
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Single values without an interval, such as the scores of candidates."""
+    name: str
+    x: list[float]
+    y: list[float]
+    marker: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one figure shows; drawn at any size."""
+    y_title: str
+    series: list[Series]
+    dots: list[Dots]
+    spans: list[tuple[float, float, str]]           # from, to, "weight" or "harness"
+
+    def draw(self, size: str) -> Figure:
+        figure = Figure(figsize=SIZES[size], layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for start, end, kind in self.spans:
+            axes.axvspan(start, end, color=PHASES[kind], alpha=0.10, lw=0)
+        handles = []
+        for series, colour in zip(self.series, COLOURS * 9, strict=False):
+            if series.band:
+                axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, lw=0)
+                axes.plot(series.x, series.y, color=colour, lw=2, marker="o", ms=3)
+            else:
+                errors = [[y - low for y, low in zip(series.y, series.low, strict=True)],
+                          [high - y for y, high in zip(series.y, series.high, strict=True)]]
+                axes.errorbar(series.x, series.y, errors, color=colour, lw=2, marker="o", ms=5, capsize=3)
+            handles.append(Line2D([], [], color=colour, lw=2, marker="o", ms=4, label=series.name))
+        for dots, colour in zip(self.dots, COLOURS[len(self.series):] * 9, strict=False):
+            axes.plot(dots.x, dots.y, dots.marker, color=colour, ms=4, lw=1, alpha=0.8)
+            handles.append(Line2D([], [], color=colour, marker=dots.marker[0], ls="", ms=4, label=dots.name))
+        kinds = dict.fromkeys(kind for _, _, kind in self.spans)
+        handles += [Patch(color=PHASES[kind], alpha=0.25, lw=0, label=f"{kind} phase") for kind in kinds]
+        axes.set_xlabel("training rollouts")
+        axes.set_ylabel(self.y_title)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4 if size == "narrow" else 8))
+        axes.grid(color=INK, alpha=0.2)
+        axes.tick_params(colors=INK, which="both")
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        for name, spine in axes.spines.items():
+            spine.set_color(INK)
+            spine.set_visible(name in ("left", "bottom"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=2 if size == "narrow" else 3, frameon=False,
+                      labelcolor=INK, fontsize=9)
+        return figure
+
+    def svg(self, size: str) -> str:
+        """For a page: text stays text, and ink takes the colour of the text around it."""
+        buffer = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": size, "font.family": "sans-serif"}):
+            self.draw(size).savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        svg = buffer.getvalue()[buffer.getvalue().index("<svg"):].replace(INK, "currentColor")
+        svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{size}-", svg)                     # two sizes on one page
+        return re.sub(r'<svg ([^>]*?)width="[^"]*" ', r'<svg \1', re.sub(r'(<svg [^>]*?)height="[^"]*" ', r"\1", svg))
+
+    def save_png(self, path: Path) -> None:
+        with matplotlib.rc_context({"font.family": "sans-serif"}):
+            self.draw("wide").savefig(path, dpi=150, facecolor="white", metadata={"Software": None})

@@ -1,0 +1,294 @@
+"""report.html: a run as one page to look at, from the files of its directory alone.
+
+The page has no script and no link to the outside: it opens from disk, follows the browser's light or dark mode, and its
+text is escaped by the template (report.html.jinja), whatever a model, a tool or a proposer wrote. It is written after
+every phase; `write_report` reads only what is finished, so it may be called while the run goes on.
+
+    bash run.sh report runs/math-whale-seed0          rebuilds it (or a comparison's: compare.py)
+"""
+
+import difflib
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+
+from plots import Dots, Figures, Series
+from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, write_atomically
+from screen import LEDGER_TITLES, ledger_cells
+from stats import bootstrap_ci
+
+ROOT = Path(__file__).resolve().parent
+N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
+MAX_CHARS = 6000                        # of one message on the page
+RATES = {"answered_frac": "format", "truncated_frac": "truncated", "tool_frac": "tool call",
+         "retrieval_hit_frac": "retrieval hit", "legal_move_frac": "legal moves"}
+
+
+def write_report(folder: Path, running: bool = False) -> Path:
+    """Writes FOLDER/report.html -> its path. UsageError, which says what is wrong, if FOLDER holds no readable run."""
+    try:
+        page = render("report.html.jinja", **page_of(Path(folder), running))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, jinja2.UndefinedError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{folder} holds records that no run writes ({type(error).__name__}: {error}): the directory "
+                         "is not whole") from error
+    write_atomically(Path(folder) / "report.html", page)
+    return Path(folder) / "report.html"
+
+
+def render(template: str, **content) -> str:
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
+                             trim_blocks=True, lstrip_blocks=True)
+    return env.get_template(template).render(**content).encode("utf-8", "replace").decode()
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the run directory's lock."""
+    if not (folder / ".lock").exists():
+        return False
+    with open(folder / ".lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+# ---- the run's files ------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path, n_bytes: int | None = None) -> str:
+    try:
+        return path.read_bytes()[:n_bytes].decode("utf-8", "replace")
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UsageError(f"{path} {why}: the directory is not whole") from None
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+
+
+def read_jsonl(path: Path, n_bytes: int | None = None) -> list[dict]:
+    """The rows of a file, or of its first n_bytes."""
+    text = read_text(path, n_bytes)
+    if n_bytes and len(text.encode()) < n_bytes:
+        raise UsageError(f"{path} is cut short: it has {len(text.encode()):,} bytes, and {n_bytes:,} were written")
+    try:
+        return [json.loads(line) for line in text.splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+
+
+def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
+    """-> config, state and the finished rows of metrics.jsonl."""
+    if not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is no run directory: it has no config.json")
+    config = read_json(folder / "config.json")
+    if (found := config.get("format", {}).get("version")) != FORMAT:
+        summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+        raise UsageError(f"{folder} was written by another version of WHALE (directory format {found or 'before 2'}, "
+                         f"this one reads {FORMAT}); its own was {summary.get('version', 'not noted')}")
+    if not (folder / "state.json").exists():
+        what_now = "the run is still going" if is_running(folder) else "the run's own command goes on with it"
+        raise UsageError(f"{folder}: nothing is finished yet, not even the evaluation of the base model; {what_now}")
+    state = read_json(folder / "state.json")
+    return config["config"], state, read_jsonl(folder / "metrics.jsonl", state["metrics_bytes"])
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def page_of(folder: Path, running: bool) -> dict:
+    """Everything that the template shows."""
+    config, state, metrics = read_run(folder)
+    evals, rows = state["evals"], {row["label"]: row for row in metrics if row["kind"] == "eval"}
+    if not evals:
+        raise UsageError(f"{folder}: the evaluation of the base model is not finished yet")
+    measured = {}                       # an evaluation that was not repeated has its numbers in the row it equals
+    for number, point in enumerate(evals):
+        measured[number] = rows[point["label"]] if "n" in rows[point["label"]] else measured[number - 1]
+    best = max(evals, key=lambda point: point.get("select_mean", point["mean"]))
+    base_traces, final_traces = (read_jsonl(folder / evals[i]["traces"]) for i in (0, -1))
+    ledger = {kind: {what: state["ledger"][kind].get(what, 0) for what in AMOUNTS} for kind in LEDGER}
+    figures = figure_of(config, state, metrics)
+    summary = read_json(folder / "summary.json")
+    return {
+        "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
+        "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
+        "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)], "best": best,
+        "rate_names": {key: name for key, name in RATES.items() if key in measured[0]},
+        "svg": {size: figures.svg(size) for size in ("wide", "narrow")},
+        "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
+        "n_training": evals[-1]["training_rollouts"], "minutes": sum(a["seconds"] for a in ledger.values()) / 60,
+        "failures": compare_failures(measured[0], measured[len(evals) - 1]),
+        "cycles": [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
+                   if (path / "h0/score.json").exists()],
+        "final_diff": diff_of(folder / "harness/cycle_01/h0/harness.py", folder / summary["final_harness"]),
+        "final_source": read_text(folder / summary["final_harness"]),
+        "groups": task_groups(base_traces, final_traces) if len(evals) > 1 else {},
+        "training": [(path.stem, [view_of(row) for row in read_jsonl(path)])
+                     for path in shown_steps(sorted(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
+
+
+def figure_of(config: dict, state: dict, metrics: list[dict]) -> Figures:
+    """Test mean@n with its interval, the reward of each weight step, the score of each candidate; phases shaded."""
+    evals = state["evals"]
+    test = Series(f"test mean@{config['n_eval']}, 95 % interval", [e["training_rollouts"] for e in evals],
+                  [e["mean"] for e in evals], [e["ci95"][0] for e in evals], [e["ci95"][1] for e in evals], band=False)
+    steps = [row for row in metrics if row["kind"] == "weight_step"]
+    scored = [row for row in metrics if row["kind"] == "candidate" and not row["refused"]]
+    dots = [Dots(name, [row["training_rollouts"] for row in points], [row[key] for row in points], marker)
+            for name, points, key, marker in (("reward of a weight step", steps, "reward", "o"),
+                                              ("score of a candidate", scored, "mean", "x")) if points]
+    return Figures(f"mean@{config['n_eval']}", [test], dots, phase_spans(metrics))
+
+
+def phase_spans(metrics: list[dict]) -> list[tuple[float, float, str]]:
+    """(from, to, kind) in training rollouts, of the finished phases and the running one."""
+    spans, start = [], 0
+    for row in metrics:
+        kind = {"weight_step": "weight", "iteration": "harness"}.get(row["kind"])
+        if kind and spans and spans[-1][2] == kind:
+            spans[-1] = (spans[-1][0], row["training_rollouts"], kind)
+        elif kind:
+            spans.append((start, row["training_rollouts"], kind))
+        start = row["training_rollouts"] if kind else start
+    return spans
+
+
+def compare_failures(before: dict, after: dict) -> list[tuple[str, int, int, float]]:
+    """(kind, before, after, the larger one's share of all rollouts), the most frequent before first."""
+    counts = [Counter({key.removeprefix("failure_"): n for key, n in row.items() if key.startswith("failure_")})
+              for row in (before, after)]
+    kinds = sorted(counts[0].keys() | counts[1].keys(), key=lambda kind: (kind != "solved", -counts[0][kind], kind))
+    return [(kind, counts[0][kind], counts[1][kind], before["n"]) for kind in kinds]
+
+
+def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
+    """(class, line) of a unified diff."""
+    lines = [read_text(path).splitlines() for path in (old, new) if path.exists()]
+    classes = {"+": "add", "-": "del", "@": "hunk"}
+    diff = difflib.unified_diff(*lines, lineterm="", n=4) if len(lines) == 2 else []
+    return [(classes.get(line[0], ""), line) for line in list(diff)[2:]]
+
+
+# -- the harness search --
+
+
+def cycle_of(folder: Path) -> dict:
+    """One archive as a tree: each candidate under its parent."""
+    rows = read_jsonl(folder / "history.jsonl")
+    accepted = read_text(folder / "accepted.txt").strip() if (folder / "accepted.txt").exists() else ""
+    rewards = {row["name"]: [trace["reward"] for trace in read_jsonl(folder / row["name"] / "traces.jsonl")]
+               for row in rows if not row["refused"]}
+    best = max((row["mean"] for row in rows if not row["refused"]), default=0)
+    children: dict[str, list[dict]] = {}
+    for row in rows:
+        old = folder / row["parent"] / "harness.py"
+        over = [a - b for a, b in zip(rewards.get(row["name"], []), rewards["h0"], strict=False)]
+        children.setdefault(row["parent"], []).append({
+            **row, "accepted": row["name"] == accepted,
+            "verdict": "accepted" if row["name"] == accepted else "refused" if row["refused"] else
+            "the incoming harness" if not row["parent"] else "not the best" if row["mean"] < best else
+            "a tie, by more calls or later",
+            "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over and row["parent"] else None,
+            "changes": failure_changes(rows, row),
+            "diff": diff_of(old, folder / row["name"] / "harness.py") if row["parent"] else [],
+            "source": read_text(folder / row["name"] / "harness.py")})
+
+    def nest(parent: str) -> list[dict]:
+        return [{**child, "children": nest(child["name"])} for child in children.get(parent, [])]
+
+    return {"name": folder.name.replace("_", " "), "tree": nest(""), "accepted": accepted, "n": len(rows),
+            "task": read_text(folder / "task.md")}
+
+
+def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:
+    """(kind, parent's count, own count) of the failures whose count changed, the largest change first."""
+    parent = next((other for other in rows if other["name"] == row["parent"] and not other["refused"]), None)
+    if parent is None or row["refused"]:
+        return []
+    kinds = parent["failures"].keys() | row["failures"].keys()
+    changes = [(kind, parent["failures"].get(kind, 0), row["failures"].get(kind, 0)) for kind in sorted(kinds)]
+    return sorted((c for c in changes if c[1] != c[2]), key=lambda change: -abs(change[1] - change[2]))
+
+
+# -- trajectories --
+
+
+def task_groups(base: list[dict], final: list[dict]) -> dict[str, list[dict]]:
+    """Test tasks by what became of their first rollout; of each task, how many of its n rollouts were right."""
+    right = [Counter() for _ in range(2)]
+    for counter, traces in zip(right, (base, final), strict=True):
+        for trace in traces:
+            counter[trace["task_id"]] += trace["reward"] > 0.5
+    n = sum(trace["task_id"] == base[0]["task_id"] for trace in base)
+    groups: dict[str, list[dict]] = {name: [] for name in N_SHOWN}
+    last = {trace["task_id"]: trace for trace in final if trace["sample"] == 0}
+    for trace in base:
+        if trace["sample"]:
+            continue
+        task = trace["task_id"]
+        name = {(0, 1): "mended", (1, 0): "broken", (0, 0): "still failing", (1, 1): "solved by both"}[
+            (trace["reward"] > 0.5, last[task]["reward"] > 0.5)]
+        if len(groups[name]) < N_SHOWN[name]:
+            groups[name].append({"id": task, "n": n, "right": (right[0][task], right[1][task]),
+                                 "views": (view_of(trace), view_of(last[task]))})
+    return groups
+
+
+def view_of(trace: dict) -> dict:
+    """A trace as turns: (who, text, note), and its training view as runs of (text, the model said it)."""
+    turns = list(turns_of(trace["events"]))
+    texts = [[(clip(text), said) for text, said in sequence] for sequence in trace["texts"]]
+    title = next((text for who, text, _ in turns if who == "user"), "")
+    return {**trace, "turns": turns, "texts": texts, "title": title}
+
+
+def turns_of(events: list[dict]) -> Iterator[tuple[str, str, str]]:
+    """What was new in each request, and what came back. A tool's output that went on to the model unchanged is shown
+    once; what a harness made of it is shown as the message that it was."""
+    shown: list[dict] = []
+    outputs: list[str] = []
+    for event in events:
+        request, result = event["request"], event["result"]
+        if request["type"] == "generate":
+            messages = request["messages"]
+            known = len(shown) if messages[:len(shown)] == shown else 0
+            if shown and not known:
+                yield "harness", "", "the harness began a new context"
+            for message in messages[known:]:
+                role = message["role"]
+                if role == "assistant" and known or role == "tool" and message["content"] in outputs:
+                    continue                                        # shown when it was said, or when the tool said it
+                yield message["role"], clip(message["content"]), ""
+            shown = messages
+            yield "model", clip(result["content"]), "" if result["finish"] == "stop" else f"cut: {result['finish']}"
+        else:
+            asked = {key: value for key, value in request.items() if key != "type"}
+            text = next(iter(asked.values())) if len(asked) == 1 else json.dumps(asked, ensure_ascii=False)
+            yield f"{request['type']} call", clip(str(text)), ""
+            output = str(result.get("output", ""))
+            outputs.append(output)
+            note = "" if result.get("ok", True) else "failed"
+            yield f"{request['type']} output", clip(output), " ".join(filter(None, [note, result.get("end", "")]))
+
+
+def clip(text: str) -> str:
+    more = len(text) - MAX_CHARS
+    return text if more <= 0 else f"{text[:MAX_CHARS]} ... ({more:,} more characters in the run's files)"
+
+
+def shown_steps(paths: list[Path], last_step: int) -> list[Path]:
+    """At most eight weight steps, evenly spaced, the first and the last among them; none that was not finished."""
+    done = [path for path in paths if int(path.stem.rpartition("_")[2]) <= last_step]
+    return [done[round(i * (len(done) - 1) / 7)] for i in range(8)] if len(done) > 8 else done
