@@ -334,6 +334,8 @@ def read_variants(methods: str, schedules: str) -> tuple[list[str], list[tuple[f
     try:
         pairs = [(float(epochs), int(iterations)) for epochs, _, iterations in
                  (pair.partition(":") for pair in schedules.split(",") if schedules)]
+        if min([x for pair in pairs for x in pair], default=1) <= 0:
+            raise ValueError
     except ValueError:
         raise UsageError(f"--schedules {schedules}: must be E:I,E:I ..., such as 0.2:2,0.6:6") from None
     names = [name for name in methods.split(",") if name] or ([] if schedules else list(METHODS))
