@@ -42,9 +42,9 @@ class Screen:
         for label in ("base", "best", "final"):
             point = summary[f"{label}_mean8"]
             scores.add_row(label, f"{point['mean']:.3f}", f"{point['ci95'][0]:.3f} - {point['ci95'][1]:.3f}")
-        spent = Table("spent on", *LEDGER_TITLES)
-        for kind, amounts in summary["ledger"].items():
-            spent.add_row(kind, *ledger_cells(amounts))
+        spent = Table("spent", *summary["ledger"])
+        for title, *cells in zip(LEDGER_TITLES, *map(ledger_cells, summary["ledger"].values()), strict=True):
+            spent.add_row(title, *cells)
         self.console.print(scores, spent)
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:

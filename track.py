@@ -5,6 +5,7 @@ packages are not among the requirements; the step of every number is the trainin
 on in the tracker's same run; rows that it writes again are sent again.
 """
 
+import hashlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,12 +51,13 @@ def open_tracker(name: str, folder: Path, settings: dict) -> Tracker:
 
         return Tracker(write, writer.close)
     try:
+        where = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]         # two --out may share a name
         if name == "wandb":
-            run = package.init(project="whale", name=folder.name, id=folder.name, dir=str(folder), resume="allow",
-                               config=settings)
+            run = package.init(project="whale", name=folder.name, id=f"{folder.name}-{where}", dir=str(folder),
+                               resume="allow", config=settings)
             run.define_metric("*", step_metric="training_rollouts")
         else:
-            run = package.init(project="whale", name=folder.name, resume="allow", config=settings)
+            run = package.init(project="whale", name=f"{folder.name}-{where}", resume="allow", config=settings)
     except (OSError, RuntimeError, ValueError) as error:
         raise TrackerError(f"--track {name}: {error}") from None
     return Tracker(lambda numbers, step: run.log({**numbers, "training_rollouts": step}), run.finish)

@@ -228,9 +228,8 @@ class Run:
             cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.trainer.version,
             reward=reward, accepted_frac=len(accepted) / len(traces), rollouts_per_s=per_s, rule=phase.rule.why,
             n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **rollout.summarise(traces))
-        shown = [trace for which in (True, False) for trace in [t for t in traces if t.accepted == which][:N_SHOWN]]
         self.dir.write_traces("rollouts", f"step_{state.weight_step:06d}",
-                              [trace.to_json(self.engine.tokenizer) for trace in shown])
+                              [trace.to_json(self.engine.tokenizer) for trace in pick_shown(traces)])
         self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
         self.dir.save()
         failed = [trace for trace in traces if trace.status != "ok"]
@@ -390,6 +389,15 @@ def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
         n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
         cfg.candidates, n_harness_tasks, cfg.cycles)
     return cfg.rollouts or planned
+
+
+def pick_shown(traces: list[Trace]) -> list[Trace]:
+    """A few accepted rollouts and a few others, each of another task, to look at."""
+    first: dict[tuple[bool, str], Trace] = {}
+    for trace in traces:
+        first.setdefault((trace.accepted, trace.task_id), trace)
+    return [trace for verdict in (True, False)
+            for trace in [trace for (accepted, _), trace in first.items() if accepted == verdict][:N_SHOWN]]
 
 
 def task_means(traces: list[Trace], n: int) -> list[float]:

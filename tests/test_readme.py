@@ -1,18 +1,43 @@
-"""The README's numbers are the runs' own."""
+"""The README's numbers are the results' own, and results are those of complete comparisons at equal budgets."""
 
+import importlib.util
 import json
 import re
 
 import pytest
 
+import compare
 from config import ROOT
 
-RESULTS = json.loads((ROOT / "results" / "tiny.json").read_text())
+SPEC = importlib.util.spec_from_file_location("update_readme", ROOT / "results" / "update_readme.py")
+update_readme = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(update_readme)
+README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("row", RESULTS["runs"], ids=lambda row: f"{row['domain']}-{row['method']}-{row['seed']}")
-def test_the_table_holds_each_run(row):
-    cells = [row["domain"], row["method"], str(row["seed"]), *(f"{row[f'{which}_mean8']['mean']:.3f}" for which in ("base", "best", "final")),
-             f"{row['rollouts']['weight'] + row['rollouts']['harness']:,}"]
-    pattern = r"\| *" + r"[^|]*\| *".join(re.escape(cell) for cell in cells)
-    assert re.search(pattern, (ROOT / "README.md").read_text()), pattern
+def test_the_readme_is_what_the_script_writes():
+    assert update_readme.write(README) == README
+
+
+@pytest.mark.parametrize("domain", update_readme.DOMAINS)
+def test_results_are_whole(domain):
+    """Each method with the same seeds, to the same budget; the table and the README hold each arm's own numbers."""
+    results = json.loads((ROOT / "results" / domain / "results.json").read_text())
+    arms = results["arms"]
+    assert not results["missing"] and results["commands"] and results["machine"] and results["domain"] == domain
+    seeds = {label: {arm["seed"] for arm in arms if arm["label"] == label} for label in compare.labels_of(results)}
+    assert set(map(frozenset, seeds.values())) == {frozenset({0, 1, 2})}
+    assert set(seeds) >= {"whale", "weight", "harness"} and (domain != "math" or set(seeds) == set(compare.METHODS))
+    assert all(0.95 * results["rollouts"] < arm["training_rollouts"] <= results["rollouts"] for arm in arms)
+    assert all(re.fullmatch("[0-9a-f]{40}", arm["version"]) for arm in arms)
+    n_eval = results["settings"]["config"]["n_eval"]
+    for arm in arms:
+        for which in ("base", "best", "final"):
+            assert arm[which]["mean"] == pytest.approx(sum(arm[which]["n_right"]) / n_eval / len(arm[which]["n_right"]))
+        assert arm["best"]["mean"] == max(point["mean"] for point in arm["curve"])
+    table = (ROOT / "results" / domain / "table.md").read_text()
+    assert table == compare.markdown(results)
+    for label in seeds:
+        final = sum(arm["final"]["mean"] for arm in arms if arm["label"] == label) / 3
+        assert re.search(rf"\| {domain} \| {label} \| 3 \|[^\n]* {final:.3f} \|", README)
+    assert f"results/{domain}/curves.png" in README or domain != "math"

@@ -1,0 +1,62 @@
+"""Writes the README's result tables from results/DOMAIN/results.json, and takes new results in.
+
+    .venv/bin/python results/update_readme.py runs/compare-math runs/compare-search       takes these in, then writes
+    .venv/bin/python results/update_readme.py                                             writes
+
+Everything between `<!-- NAME -->` and `<!-- /NAME -->` in README.md is this script's; tests/test_readme.py compares.
+"""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(RESULTS.parent))
+
+import compare  # noqa: E402
+
+DOMAINS = ("math", "search", "chess")
+
+
+def blocks() -> dict[str, str]:
+    """The README's blocks by name."""
+    found = {domain: json.loads((RESULTS / domain / "results.json").read_text()) for domain in DOMAINS
+             if (RESULTS / domain / "results.json").exists()}
+    rows, notes = [], []
+    for domain, results in found.items():
+        (_, _, scores), (_, _, over), *_ = compare.tables_of(results)
+        less = {row[0]: f"{row[1]} ({row[2]})" for row in over}
+        rows += [[domain, label, *cells, less.get(label, "")] for label, *cells in scores]
+        versions = ", ".join(sorted({arm["version"][:12] for arm in results["arms"]}))
+        minutes = [sum(amounts["seconds"] for amounts in arm["ledger"].values()) / 60 for arm in results["arms"]]
+        notes.append(f"- {domain}: `{'`, `'.join(results['commands'])}`; {results['machine']}; commit {versions}; "
+                     f"{min(minutes):.1f} to {max(minutes):.1f} minutes an arm")
+    titles = ["domain", "method", "seeds", "base", "best", "final", "final, least to most", "training rollouts",
+              "WHALE less it, final (95 %)"]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows))
+    first = found["math"]["arms"][0]
+    lines = "\n".join("{:<6} {:.3f}   {:.3f} - {:.3f}".format(which, first[which]["mean"], *first[which]["ci95"])
+                      for which in ("base", "best", "final"))
+    return {"last lines": f"```\ntest mean@8    95 % interval\n{lines}\n```",
+            "results": table + "\n\n" + "\n".join(notes)}
+
+
+def write(readme: str) -> str:
+    for name, text in blocks().items():
+        readme, n = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)",
+                            lambda match, text=text: match[1] + text + match[2], readme, flags=re.DOTALL)
+        if n != 1:
+            raise SystemExit(f"README.md must hold <!-- {name} --> and <!-- /{name} --> once, not {n} times")
+    return readme
+
+
+if __name__ == "__main__":
+    for folder in map(Path, sys.argv[1:]):
+        target = RESULTS / json.loads((folder / "results.json").read_text())["domain"]
+        target.mkdir(exist_ok=True)
+        for name in ("results.json", "table.md", "curves.png"):
+            shutil.copy(folder / name, target / name)
+    path = RESULTS.parent / "README.md"
+    path.write_text(write(path.read_text()))
