@@ -26,6 +26,7 @@ import data
 import report
 import retriever
 import rollout
+from arms import ArmFailed
 from config import CHOICES, DOMAIN_PRESETS, PRESETS, Config, load_splits, read_file, rollout_config, train_config
 from engine import ModelError, TransformersEngine
 from envs import ENVS, verify_cases
@@ -75,7 +76,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 1), ("patience_iterations", 1),
+                        ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0), ("patience_iterations", 1),
                         ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
@@ -98,6 +99,9 @@ def command_run(args: argparse.Namespace) -> int:
     run = Run(cfg)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
+        page, state = run.dir.path / "report.html", run.dir.path / "state.json"
+        if not page.exists() or page.stat().st_mtime_ns < state.stat().st_mtime_ns:     # killed between the two
+            report.write_report(run.dir.path)
     else:
         with closing(run):
             train_whale(run)
@@ -255,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.command(args)
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
-            RetrieverError, RetrieverDown, JudgeDown, TrackerError, compare.ArmFailed) as error:
+            RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:

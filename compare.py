@@ -16,147 +16,30 @@ share tasks and sampling seeds, differences are paired.
     bash run.sh compare math --schedules "0.2:2,0.2:6,0.6:2,0.6:6,1.0:10"
 """
 
-import ctypes
 import json
 import os
 import platform
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from config import FREE_ON_RESUME, ROOT, Config, load_splits
+from arms import Arm, ArmFailed, plan_arms, run_arms
+from config import ROOT, Config, identity_of, load_splits, read_file
 from plots import Figures, Series
-from report import RATES, phase_spans, read_json, read_run, render
-from rundir import AMOUNTS, LEDGER, UsageError, take_lock, write_atomically
+from report import RATES, as_usage_error, is_running, phase_spans, read_run, render
+from rundir import AMOUNTS, LEDGER, UsageError, best_of, read_json, take_lock, write_atomically
 from sched import METHODS
 from screen import LEDGER_TITLES, ledger_cells
 from stats import paired_ci
-from whale import rollout_budget
 
-VARIES = {"method", "seed", "epochs", "iterations"}     # what arms of a comparison may differ in
-
-
-class ArmFailed(RuntimeError):
-    """An arm ended without its result; the others are finished and kept."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    label: str                          # the method, or "whale E:I"
-    cfg: Config
-
-    @property
-    def folder(self) -> Path:
-        return self.cfg.run_dir
-
-    @property
-    def complete(self) -> bool:
-        summary = self.folder / "summary.json"
-        return summary.exists() and json.loads(summary.read_text())["complete"]
-
-
-def plan_arms(cfg: Config, methods: list[str], schedules: list[tuple[float, int]], n_seeds: int) -> list[Arm]:
-    """One arm a method (or a schedule of `cfg.method`) and seed, all to the same number of training rollouts."""
-    _, splits = load_splits(cfg)
-    cfg = replace(cfg, rollouts=rollout_budget(cfg, len(splits["train"]), len(splits["harness"])))
-    variants = [(method, replace(cfg, method=method)) for method in methods] or [
-        (f"{cfg.method} {epochs:g}:{iterations}", replace(cfg, epochs=epochs, iterations=iterations))
-        for epochs, iterations in schedules]
-    for _, variant in variants:
-        rollout_budget(variant, len(splits["train"]), len(splits["harness"]))           # refuses less than a step
-    folder = cfg.run_dir / "arms"
-    return [Arm(label, replace(variant, seed=seed, out=str(folder), name=f"{label.replace(' ', '-')}-seed{seed}"))
-            for seed in range(cfg.seed, cfg.seed + n_seeds) for label, variant in variants]
-
-
-def run_arms(arms: list[Arm], n_jobs: int, n_threads: int, on_end: Callable[[], None]) -> None:
-    """Runs those that are not complete, n_jobs at once. ArmFailed, when all are done, if one did not end well."""
-    todo = [arm for arm in arms if not arm.complete]
-    running: dict[Arm, subprocess.Popen] = {}
-    failed: dict[str, str] = {}
-    console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        overall = progress.add_task("training rollouts of all arms", total=sum(arm.cfg.rollouts for arm in arms))
-        bars = {}
-        try:
-            while todo or running:
-                while todo and len(running) < n_jobs:
-                    arm = todo.pop(0)
-                    running[arm] = start_arm(arm, n_threads)
-                    bars[arm] = progress.add_task(arm.folder.name, total=arm.cfg.rollouts)
-                for arm, process in list(running.items()):
-                    progress.update(bars[arm], completed=n_spent(arm))
-                    if process.poll() is not None:
-                        del running[arm]
-                        progress.remove_task(bars.pop(arm))
-                        if process.returncode:
-                            failed[arm.folder.name] = last_line(log_of(arm))
-                        console.print(f"{arm.folder.name}: " + (failed.get(arm.folder.name) or last_result(arm)))
-                        on_end()
-                progress.update(overall, completed=sum(map(n_spent, arms)))
-                time.sleep(0.2)
-        finally:
-            for process in running.values():                        # stopped: the arms stop too, and can be resumed
-                process.terminate()
-            for process in running.values():
-                process.wait()
-    if failed:
-        raise ArmFailed("\n".join(f"{name}: {why} (its log: {arms[0].folder.parent / name}.log)"
-                                  for name, why in failed.items()))
-
-
-def start_arm(arm: Arm, n_threads: int) -> subprocess.Popen:
-    flags = []
-    for key, value in asdict(arm.cfg).items():
-        if key != "domain" and value != "":
-            flags += [f"--{key.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
-    arm.folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_of(arm), "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "cli.py"), arm.cfg.domain, *flags], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(n_threads)}, preexec_fn=_die_with_parent)
-
-
-def _die_with_parent() -> None:
-    """Killed, we leave no arm behind that would hold its directory (prctl PR_SET_PDEATHSIG, Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def log_of(arm: Arm) -> Path:
-    return arm.folder.with_name(arm.folder.name + ".log")
-
-
-def last_line(path: Path) -> str:
-    return (path.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-
-
-def last_result(arm: Arm) -> str:
-    summary = json.loads((arm.folder / "summary.json").read_text())
-    return (f"test mean@{summary['n_eval']} {summary['base_mean8']['mean']:.3f} -> {summary['final_mean8']['mean']:.3f}"
-            f" in {sum(summary['seconds'].values()):.0f} s")
-
-
-def n_spent(arm: Arm) -> int:
-    """Training rollouts so far."""
-    state = arm.folder / "state.json"
-    ledger = json.loads(state.read_text())["ledger"] if state.exists() else {}
-    return sum(int(ledger.get(kind, {}).get("rollouts", 0)) for kind in ("weight", "harness"))
-
-
-# ---- from the arms' files to tables and a figure --------------------------------------------------------------------
+VARIES = {"methods": ("method", "seed"), "schedules": ("epochs", "iterations", "seed")}    # what arms may differ in
 
 
 def collect(folder: Path) -> dict:
@@ -165,25 +48,23 @@ def collect(folder: Path) -> dict:
     arms, settings = [], None
     for name, label in asked["arms"].items():
         arm = folder / "arms" / name
-        if not (arm / "summary.json").exists() or not read_json(arm / "summary.json")["complete"]:
+        if not (arm / "state.json").exists() or not read_json(arm / "state.json")["complete"]:
             continue
-        config, state, metrics = read_run(arm)
-        own = {**read_json(arm / "config.json"), "config": {k: v for k, v in config.items() if k not in VARIES}}
+        (config, state, metrics), summary = read_run(arm), read_json(arm / "summary.json")
+        own = comparable(read_json(arm / "config.json"), asked["varies"])
         settings = settings or own
-        if differing := [f"{group} {key}: {settings[group].get(key)!r} and {value!r}" for group in own
-                         for key, value in own[group].items() if settings[group].get(key) != value]:
-            raise UsageError(f"{arm} and {folder / 'arms' / arms[0]['name']} cannot be compared; they differ in\n  "
-                             + "\n  ".join(differing))
-        summary, n = read_json(arm / "summary.json"), config["n_eval"]
-        best = max(state["evals"], key=lambda row: row.get("select_mean", row["mean"]))
-        evals = [row for row in metrics if row["kind"] == "eval" and "n" in row]
+        if differing := differing_settings(settings, own):
+            raise UsageError("\n".join([f"{arm} and {arms[0]['name']} cannot be compared; they differ in", *differing]))
+        n, evals = config["n_eval"], [row for row in metrics if row["kind"] == "eval" and "n" in row]
+        points = {"base": state["evals"][0], "best": best_of(state["evals"]), "final": state["evals"][-1]}
         arms.append({
             "name": name, "label": label, "seed": config["seed"], "version": summary["version"],
+            "machine": asked["machines"][name],
             "curve": [{key: row[key] for key in ("label", "training_rollouts", "mean", "ci95")}
                       for row in state["evals"]],
             "phases": phase_spans(metrics), "accepted": state["accepted"],
             **{which: {"mean": row["mean"], "ci95": row["ci95"], "n_right": [round(m * n) for m in row["task_means"]]}
-               for which, row in (("base", state["evals"][0]), ("best", best), ("final", state["evals"][-1]))},
+               for which, row in points.items()},
             "rates": {which: {key: row[key] for key in (*RATES, "tok_a_rollout", "calls_a_rollout") if key in row}
                       for which, row in (("base", evals[0]), ("final", evals[-1]))},
             "training_rollouts": state["evals"][-1]["training_rollouts"],
@@ -191,18 +72,33 @@ def collect(folder: Path) -> dict:
                        for kind in LEDGER}})
     missing = [name for name in asked["arms"] if name not in {arm["name"] for arm in arms}]
     shown = json.loads(json.dumps(settings or {}).replace(f"{ROOT}/", ""))
-    return {**{key: asked[key] for key in ("commands", "machine", "domain", "rollouts")}, "missing": missing,
-            "arms": arms, "settings": shown}
+    return {**{key: asked[key] for key in ("commands", "domain", "rollouts")}, "missing": missing, "arms": arms,
+            "labels": list(dict.fromkeys(asked["arms"].values())), "settings": shown}
+
+
+def comparable(identity: dict[str, dict], varies: list[str]) -> dict[str, dict]:
+    """What must be equal in all arms."""
+    config = {key: value for key, value in identity["config"].items() if key not in varies}
+    return {**identity, "config": config}
+
+
+def differing_settings(before: dict[str, dict], now: dict[str, dict]) -> list[str]:
+    return [f"  {group} {key}: {before.get(group, {}).get(key)!r} and {value!r}" for group, values in now.items()
+            for key, value in values.items() if before.get(group, {}).get(key) != value]
 
 
 def labels_of(results: dict) -> list[str]:
-    return list(dict.fromkeys(arm["label"] for arm in results["arms"]))
+    """Of the finished arms, in the order in which they were asked for, the one that others are compared with first."""
+    there = {arm["label"] for arm in results["arms"]}
+    first = "whale" if "whale" in results["labels"] else results["labels"][0]
+    return [label for label in dict.fromkeys([first, *results["labels"]]) if label in there]
 
 
 def differences(results: dict, which: str) -> dict[str, dict]:
-    """By label: the first label less it, paired by seed and task: mean, ci95, and each seed's mean."""
+    """By label: the first one less it, paired by seed and task: mean, ci95, and each seed's mean."""
     by_arm = {(arm["label"], arm["seed"]): arm for arm in results["arms"]}
-    first, *others = labels_of(results)
+    first = "whale" if "whale" in results["labels"] else results["labels"][0]
+    others = [label for label in labels_of(results) if label != first]
     n = results["settings"]["config"]["n_eval"]
     found = {}
     for label in others:
@@ -221,7 +117,6 @@ def tables_of(results: dict) -> list[tuple[str, list[str], list[list[str]]]]:
         return []
     labels, n_eval = labels_of(results), results["settings"]["config"]["n_eval"]
     arms_of = {label: [arm for arm in results["arms"] if arm["label"] == label] for label in labels}
-    over = {which: differences(results, which) for which in ("final", "best")}
 
     def mean(arms: list[dict], which: str) -> str:
         return f"{np.mean([arm[which]['mean'] for arm in arms]):.3f}"
@@ -243,49 +138,68 @@ def tables_of(results: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                        ["method", "final", "95 % interval", "each seed's", "best", "95 % interval"], rows))
     spent = []
     for label, own in arms_of.items():
-        for kind in LEDGER[1:]:
-            means = {what: float(np.mean([arm["ledger"][kind][what] for arm in own])) for what in AMOUNTS}
-            spent.append([label, kind, *ledger_cells(means)])
+        means = {kind: {what: float(np.mean([arm["ledger"][kind][what] for arm in own])) for what in AMOUNTS}
+                 for kind in LEDGER}
+        means["all"] = {what: sum(amounts[what] for amounts in means.values()) for what in AMOUNTS}
+        spent += [[label, kind, *ledger_cells(amounts)] for kind, amounts in means.items()]
     tables.append(("what an arm spent, mean over seeds", ["method", "phase", *LEDGER_TITLES], spent))
-    keys = [key for key in RATES if key in results["arms"][0]["rates"]["base"]]
+    keys = [key for key in (*RATES, "tok_a_rollout", "calls_a_rollout")
+            if any(key in rates for arm in results["arms"] for rates in arm["rates"].values())]
 
     def diagnose(name: str, arms: list[dict], which: str) -> list[str]:
-        means = {key: np.mean([arm["rates"][which].get(key, np.nan) for arm in arms])
-                 for key in (*keys, "tok_a_rollout", "calls_a_rollout")}
-        return [name, *(f"{100 * means[key]:.1f} %" for key in keys), f"{means['tok_a_rollout']:.1f}",
-                f"{means['calls_a_rollout']:.2f}"]
+        values = {key: [arm["rates"][which][key] for arm in arms if key in arm["rates"][which]] for key in keys}
+        return [name, *("" if not values[key] else f"{100 * np.mean(values[key]):.1f} %" if key in RATES else
+                        f"{np.mean(values[key]):.2f}" for key in keys)]
 
+    titles = RATES | {"tok_a_rollout": "tokens a rollout", "calls_a_rollout": "calls a rollout"}
     tables.append(("where it comes from: rates on the test split, mean over seeds",
-                   ["agent", *(RATES[key] for key in keys), "tokens a rollout", "calls a rollout"],
+                   ["agent", *(titles[key] for key in keys)],
                    [diagnose("base", results["arms"], "base"),
                     *(diagnose(f"{label}, final", own, "final") for label, own in arms_of.items())]))
     return tables
 
 
 def figure_of(results: dict) -> Figures:
-    """mean@n against training rollouts: the mean over seeds, and from the least to the most of them."""
+    """mean@n against training rollouts: the mean over seeds, and from the least to the most of them. Seeds that were
+    evaluated elsewhere are interpolated between their evaluations; one that ended earlier keeps its last value."""
     series = []
     for label in labels_of(results):
         curves = [([point["training_rollouts"] for point in arm["curve"]], [point["mean"] for point in arm["curve"]])
                   for arm in results["arms"] if arm["label"] == label]
-        end = min(max(x) for x, _ in curves)
-        grid = sorted({x for xs, _ in curves for x in xs if x <= end})
+        grid = sorted({x for xs, _ in curves for x in xs})
         values = np.array([np.interp(grid, xs, ys) for xs, ys in curves])              # (n_seeds, n_points)
-        series.append(Series(label, grid, *(f(axis=0).tolist() for f in (values.mean, values.min, values.max))))
-    first = results["arms"][0]
-    return Figures(f"test mean@{results['settings']['config']['n_eval']}", series, [], first["phases"])
+        series.append(Series(label, grid, *(f(axis=0).tolist() for f in (values.mean, values.min, values.max)),
+                             measured=[all(x in xs for xs, _ in curves) for x in grid]))
+    first = next(arm for arm in results["arms"] if arm["label"] == labels_of(results)[0])
+    return Figures(f"test mean@{results['settings']['config']['n_eval']}", series, [], first["phases"], first["label"])
 
 
-def markdown(results: dict) -> str:
+def markdown(results: dict, tables: list[tuple[str, list[str], list[list[str]]]]) -> str:
     blocks = []
-    for title, titles, rows in tables_of(results):
+    for title, titles, rows in tables:
         lines = ["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(titles), *rows)]
         blocks.append(f"**{title}**\n\n" + "\n".join(lines) + "\n")
-    commands = "\n".join(results["commands"])
     missing = f"Not finished: {', '.join(results['missing'])}.\n\n" if results["missing"] else ""
-    versions = ", ".join(sorted({arm["version"][:12] for arm in results["arms"]}))
-    return (f"```\n{commands}\n```\n\n{results['machine']}; version {versions}\n\n{missing}" + "\n".join(blocks)
-            + f"\nThe best is chosen on {chosen_on(results)}. Intervals are 95 %, bootstrapped over seeds and tasks.\n")
+    commands = "\n".join(results["commands"])
+    return (f"```\n{commands}\n```\n\n{provenance(results)}\n\n{missing}" + "\n".join(blocks)
+            + f"\n{' '.join(notes_on(results))}\n")
+
+
+def provenance(results: dict) -> str:
+    """Where and by which code."""
+    versions = sorted({arm["version"][:12] for arm in results["arms"]})
+    warning = "; arms of different versions of the code: see that nothing changed that they measure"
+    return (f"{'; '.join(sorted({arm['machine'] for arm in results['arms']}))}; version {', '.join(versions)}"
+            + warning * (len(versions) > 1))
+
+
+def notes_on(results: dict) -> list[str]:
+    """What must be known to read the tables."""
+    n = results["rollouts"]
+    off = [f"{arm['name']} ({arm['training_rollouts']:,})" for arm in results["arms"] if arm["training_rollouts"] != n]
+    return [f"The best is chosen on {chosen_on(results)}; of more evaluations, it is higher by chance.",
+            "Intervals are 95 %, bootstrapped over seeds and tasks; with three seeds they are narrow.",
+            *[f"Not at {n:,} training rollouts ended: {', '.join(off)}."] * bool(off)]
 
 
 def chosen_on(results: dict) -> str:
@@ -293,19 +207,24 @@ def chosen_on(results: dict) -> str:
         results["settings"]["config"]["select"]]
 
 
-def write_comparison(folder: Path) -> Path:
-    """results.json, table.md, curves.png and report.html of a comparison, from its finished arms -> the folder."""
-    folder = Path(folder)
-    results = collect(folder)
+def write_comparison(folder: Path, running: bool = False) -> Path:
+    """results.json, table.md, curves.png and report.html of a comparison, from its finished arms -> the folder.
+    UsageError if there is none, or if they cannot be compared."""
+    with as_usage_error(folder):
+        results = collect(folder)
+        if not results["arms"]:
+            raise UsageError(f"{folder}: no arm is finished yet")
+        tables, figure = tables_of(results), figure_of(results)
+        page = render(
+            "compare.html.jinja", title=f"comparison on {results['domain']}", results=results, tables=tables,
+            svg={size: figure.svg(size) for size in ("wide", "narrow")}, provenance=provenance(results),
+            notes=notes_on(results), running=running or is_running(folder))
+        text = markdown(results, tables)
     write_atomically(folder / "results.json", json.dumps(results) + "\n")
-    if results["arms"]:
-        figure = figure_of(results)
-        write_atomically(folder / "table.md", markdown(results))
-        figure.save_png(folder / "curves.png")
-        write_atomically(folder / "report.html", render(
-            "compare.html.jinja", title=f"comparison on {results['domain']}", results=results,
-            tables=tables_of(results), svg={size: figure.svg(size) for size in ("wide", "narrow")},
-            chosen_on=chosen_on(results)))
+    write_atomically(folder / "table.md", text)
+    figure.save_png(folder / "curves.png.tmp")
+    (folder / "curves.png.tmp").replace(folder / "curves.png")
+    write_atomically(folder / "report.html", page)
     return folder
 
 
@@ -350,21 +269,38 @@ def command_compare(cfg: Config, methods: str, schedules: str, n_seeds: int, n_j
     if n_seeds < 1 or n_jobs < 0:
         raise UsageError(f"--seeds {n_seeds} --jobs {n_jobs}: at least 1 (--jobs 0: one a core)")
     names, pairs = read_variants(methods, schedules)
+    if cfg.finish == "harness":
+        raise UsageError("--finish harness spends beyond the budget, so it is not for comparisons")
+    if pairs and cfg.method not in ("whale", "fst"):
+        raise UsageError(f"--schedules are those of --method whale or fst; {cfg.method} does not keep E and I in turn")
     cfg = replace(cfg, name=cfg.name or f"compare-{cfg.domain}" + "-schedules" * bool(pairs))
-    arms = plan_arms(cfg, names, pairs, n_seeds)
+    env, splits = load_splits(cfg)
+    arms = plan_arms(cfg, splits, names, pairs, n_seeds)
+    identity = identity_of(arms[0].cfg, env, splits, read_file(cfg.harness or str(env.h0)))
     folder, n_cores = cfg.run_dir, len(os.sched_getaffinity(0))
     n_jobs = min(len(arms), n_jobs or (n_cores if cfg.device == "cpu" else 1))
     n_threads = max(1, n_cores // n_jobs)
+    console = Console(highlight=False)
+
+    def show_so_far() -> None:
+        try:
+            write_comparison(folder, running=True)
+        except (UsageError, OSError) as error:                  # the arms go on; said again at the end
+            console.print(f"no comparison yet: {error}", soft_wrap=True)
+
     folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder, "comparison"):
-        note_request(folder, arms, f"{name_machine(cfg.device)}; {n_jobs} arms at once, {n_threads} threads each")
+        note_request(folder, arms, identity, "schedules" if pairs else "methods",
+                     f"{name_machine(cfg.device)}; {n_jobs} arms at once, {n_threads} threads each")
+        if any(arm.complete for arm in arms):
+            write_comparison(folder, running=True)              # refuses arms that differ before more are run
         try:
-            run_arms(arms, n_jobs, n_threads, lambda: write_comparison(folder))
-        finally:
-            write_comparison(folder)
-    results = read_json(folder / "results.json")
-    console = Console(highlight=False)
-    for title, titles, rows in tables_of(results)[:2]:
+            run_arms(arms, n_jobs, n_threads, show_so_far)
+        except ArmFailed:
+            show_so_far()
+            raise
+    write_comparison(folder)
+    for title, titles, rows in tables_of(read_json(folder / "results.json"))[:2]:
         table = Table(*titles, title=title, title_justify="left")
         for row in rows:
             table.add_row(*row)
@@ -373,18 +309,18 @@ def command_compare(cfg: Config, methods: str, schedules: str, n_seeds: int, n_j
     return 0
 
 
-def note_request(folder: Path, arms: list[Arm], machine: str) -> None:
+def note_request(folder: Path, arms: list[Arm], identity: dict[str, dict], kind: str, machine: str) -> None:
     """compare.json: the arms so far and these. UsageError if those so far were asked for with other settings."""
-    path = folder / "compare.json"
-    free = VARIES | FREE_ON_RESUME
-    settings = {key: value for key, value in asdict(arms[0].cfg).items() if key not in free}
-    before = read_json(path) if path.exists() else {"arms": {}, "commands": [], "settings": settings}
-    if changes := [f"  {key}: {before['settings'].get(key)!r} then, {value!r} now" for key, value in settings.items()
-                   if before["settings"].get(key) != value]:
-        raise UsageError("\n".join([f"{folder} holds a comparison with other settings:", *changes,
+    path, varies = folder / "compare.json", VARIES[kind]
+    settings = {**comparable(identity, varies), "compared": {"by": kind}}
+    before = read_json(path) if path.exists() else {"arms": {}, "commands": [], "machines": {}, "settings": settings}
+    if changes := differing_settings(before["settings"], settings):
+        raise UsageError("\n".join([f"{folder} holds a comparison with other settings (then, and now):", *changes,
                                     "Give this one another --name, or remove that directory."]))
     command = "bash run.sh " + shlex.join(sys.argv[1:])
+    done = {arm.folder.name for arm in arms if arm.complete and arm.folder.name in before["machines"]}
     write_atomically(path, json.dumps({
-        "domain": arms[0].cfg.domain, "rollouts": arms[0].cfg.rollouts, "machine": machine, "settings": settings,
+        "domain": arms[0].cfg.domain, "rollouts": arms[0].cfg.rollouts, "varies": varies, "settings": settings,
         "commands": list(dict.fromkeys([*before["commands"], command])),
+        "machines": before["machines"] | {arm.folder.name: machine for arm in arms if arm.folder.name not in done},
         "arms": before["arms"] | {arm.folder.name: arm.label for arm in arms}}, indent=1) + "\n")

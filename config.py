@@ -13,13 +13,13 @@ import subprocess
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import sched
 from envs import ENVS
 from proposers import propose_by_rules
 from rft import TrainConfig
 from rollout import RolloutConfig
-from rundir import UsageError
+from rundir import UsageError, sha256
 from sandbox import Limits
-from sched import METHODS
 from search_answer import Judge
 from tasks import Task, check_disjoint
 
@@ -55,7 +55,7 @@ class Config:
     patience_iterations: int = 2            # adaptive harness phase
     min_iterations: int = 6
     max_iterations: int = 16
-    stagewise_phases: int = 2               # weight phases before the harness phases of `stagewise`
+    stagewise_phases: int = 0               # weight phases before the harness phases of `stagewise`; 0: as WHALE has
     finish: str = "budget"                  # harness: when weights were trained last, one more harness phase
     # rollouts
     prompt_batch: int = 256
@@ -115,10 +115,11 @@ DOMAIN_PRESETS = {                          # where a domain differs
     ("tiny", "search"): dict(epochs=0.3125, patience_epochs=0.09375, prompt_batch=64, lr=5e-4),
     ("tiny", "chess"): dict(epochs=1.25, patience_epochs=0.375, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
 }
-CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",), "method": METHODS,
+CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",), "method": sched.METHODS,
            "select": ("test", "harness-set"), "finish": ("budget", "harness"),
            "track": ("", "wandb", "trackio", "tensorboard")}
 PROPOSERS = {"rules": propose_by_rules}
+ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 FREE_ON_RESUME = {"out", "name", "n_workers", "track"}     # they change no result; nor does the address of a server
 
 
@@ -132,6 +133,40 @@ def rollout_config(cfg: Config) -> RolloutConfig:
 
 
 # ---- checks before a model is loaded --------------------------------------------------------------------------------
+
+
+def n_steps(flag: str, epochs: float, cfg: Config, n_train: int) -> int:
+    try:
+        return sched.steps(epochs, n_train, cfg.prompt_batch)
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
+    """UsageError where a setting of the schedule cannot be met, before a model is loaded."""
+    budget = rollout_budget(cfg, n_train, n_harness_tasks)
+    if cfg.method == "adaptive":
+        n_steps("--patience-epochs", cfg.patience_epochs, cfg, n_train)
+    if cfg.eval_epochs:
+        n_steps("--eval-epochs", cfg.eval_epochs, cfg, n_train)
+    least = 2 * n_harness_tasks if cfg.method == "harness" else least_weight_step(cfg)
+    if budget < least:
+        raise UsageError(f"--rollouts {budget}: {cfg.method} needs at least {least} to begin")
+    if cfg.finish == "harness" and cfg.method not in ALTERNATING:
+        raise UsageError(f"--finish harness is for {', '.join(ALTERNATING)}; {cfg.method} has its phases as they are")
+
+
+def least_weight_step(cfg: Config) -> int:
+    """Rollouts of the smallest weight step: half a batch. An update is as large whatever its batch, but noisier."""
+    return cfg.group_size * max(1, cfg.prompt_batch // 2)
+
+
+def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
+    """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
+    planned = sched.planned_rollouts(
+        n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
+        cfg.candidates, n_harness_tasks, cfg.cycles)
+    return cfg.rollouts or planned
 
 
 def read_file(path: str) -> str:
@@ -177,6 +212,15 @@ def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
         raise UsageError(f"--judge-url: {error}") from None
 
 
+def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dict[str, dict]:
+    """What makes a run another run: its settings, and the hashes of data, model and h0."""
+    return {"config": {key: value for key, value in asdict(cfg).items()
+                       if key not in FREE_ON_RESUME and not str(value).startswith(("http://", "https://"))},
+            "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
+                       "model": hash_model(cfg.model), "h0": sha256(h0),
+                       **{path.name: hash_model(str(path)) for path in env.files}}}
+
+
 def hash_tasks(tasks: list[Task]) -> str:
     return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
 
@@ -205,5 +249,10 @@ def check_disk(cfg: Config) -> None:
 
 
 def code_version() -> str:
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip() if git.returncode == 0 else VERSION
+    """The commit, marked if files differ from it; without git, the version."""
+    try:
+        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+                           for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]))
+    except (OSError, subprocess.CalledProcessError):
+        return VERSION
+    return commit.stdout.strip() + "-changed" * bool(changes.stdout.strip())

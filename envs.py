@@ -193,11 +193,12 @@ class SearchEnv(Env):
             text = cut_text(found.text, use.request["max_tokens"], tokenizer)
             documents.append({"title": found.title, "text": text + " ..." * (text != found.text)})
         output = "\n".join(f"[{i}] {d['title']}: {d['text']}" for i, d in enumerate(documents, start=1))
-        use.state.append(output)
+        use.state.extend(passage for document in documents for passage in document.values())
         return {"output": output or "No passage found.", "ok": bool(documents), "details": {"documents": documents}}
 
     def count(self, task: Task, events: list[dict]) -> dict[str, tuple[int, int]]:
-        found = [event["result"]["output"] for event in events if event["request"]["type"] == "search"]
+        found = [passage for event in events if event["request"]["type"] == "search"
+                 for document in event["result"]["details"]["documents"] for passage in document.values()]
         return {"retrieval_hit": (int(holds_answer(found, task.answers)), 1)}
 
     def verify(self, task: Task, reply: str | None, state: list[str] | None = None) -> Verdict:
@@ -272,8 +273,8 @@ class ChessEnv(Env):
 
 def holds_answer(passages: list[str], answers: tuple[str, ...]) -> bool:
     """Whether one of the answers stands in the passages, both normalised, as whole words."""
-    seen = f" {normalise(' '.join(passages))} "
-    return any(f" {normalise(gold)} " in seen for gold in answers)
+    seen = [f" {normalise(passage)} " for passage in passages]
+    return any(f" {normalise(gold)} " in passage for passage in seen for gold in answers)
 
 
 ENVS = {env.name: env for env in (MathEnv, SearchEnv, ChessEnv)}

@@ -44,7 +44,7 @@ class SearchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Candidate:
-    name: str                           # "h0" is the incoming harness; names are a cycle's own
+    name: str                           # "h0" is the incoming harness; names are an archive's own
     parent: str                         # the candidate that it was made from; "" for the incoming harness
     hypothesis: str                     # one falsifiable line
     mechanisms: tuple[str, ...]         # by name, where the proposer knows them
@@ -89,7 +89,7 @@ class Bill:
 @dataclass(frozen=True)
 class ProposalRequest:
     folder: Path                        # the archive
-    history: tuple[Outcome, ...]        # of this cycle, oldest first
+    history: tuple[Outcome, ...]        # of this archive, oldest first
     n_candidates: int                   # M
     seed: tuple[int | str, ...]
     domain: str
@@ -106,7 +106,8 @@ def select_best(outcomes: list[Outcome]) -> Outcome:
 
 
 class Search:
-    """One harness phase on disk. What is complete there is taken from there, so a resumed search repeats nothing.
+    """One archive on disk, of a harness phase or of several in a row. What is complete there is taken from there, so a
+    resumed search repeats nothing.
 
     proposer: request -> 1 to M candidates, whose names and iterations are set here; what it raises is not caught.
     on_candidate(title, n_rollouts): a context manager that yields a function to call after each rollout.
@@ -130,19 +131,25 @@ class Search:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "task.md", task_text(env, tasks, rollout_cfg, n_candidates, bool(fst_h0)))
         for _ in range(n_done):
-            self.iterate()
+            self.iterate(replay=True)
 
-    def iterate(self, at_most: int | None = None) -> list[Outcome]:
-        """One iteration: the first scores the incumbent, later ones propose M candidates, or at most so many, gate them
-        and score them."""
+    def iterate(self, at_most: int | None = None, replay: bool = False) -> list[Outcome]:
+        """One iteration: the first scores the incumbent, later ones propose M candidates, or at most so many, gate and
+        score them. `replay`: all of it was done and paid for, so it must be there; else SearchError."""
         if self.engine.version != self.version:
             raise SearchError(f"the engine serves weights {self.engine.version}, this phase began on {self.version}")
         number = self.n_iterations + 1
+        if replay and number > 1 and not self._marker(number).exists():
+            raise SearchError(f"{self._marker(number)} is gone: what was proposed is not known. Give another --name")
         candidates = self._propose(number, min(self.n_candidates, at_most or self.n_candidates)) if number > 1 else \
             self._write([self.incumbent])
         outcomes = []
         for candidate in candidates:
-            outcomes.append(self._load(candidate) or self._finish(candidate, self.outcomes + outcomes))
+            outcome = self._load(candidate)
+            if replay and not outcome:
+                raise SearchError(f"{self.folder / candidate.name}: the score of this finished candidate is gone or of "
+                                  "other settings. Give another --name")
+            outcomes.append(outcome or self._finish(candidate, self.outcomes + outcomes))
             rows = [history_row(outcome) for outcome in self.outcomes + outcomes]
             write_atomically(self.folder / "history.jsonl", "".join(rows))
         self.outcomes, self.n_iterations = self.outcomes + outcomes, number
@@ -153,14 +160,14 @@ class Search:
         return outcome.candidate, outcome.score
 
     def accept(self) -> Candidate:
-        """Ends the phase: h <- the archive's best. The marker is the last file that is written."""
+        """Ends a phase: h <- the archive's best. The marker is the last file that a phase writes."""
         candidate, _ = self.best()
         write_atomically(self.folder / "accepted.txt", candidate.name + "\n")
         return candidate
 
     def _propose(self, number: int, n_candidates: int) -> list[Candidate]:
         """The candidates of an iteration: those on disk, else the proposer's."""
-        marker = self.folder / f"iteration_{number:02d}.json"
+        marker = self._marker(number)
         if marker.exists():
             record = json.loads(marker.read_text())
             self.bill = Bill(**record["bill"])
@@ -170,7 +177,8 @@ class Search:
                                   self.env.name, bool(self.fst_h0))
         proposed = self.proposer(request)
         after = self._fingerprint()
-        if changed := [str(path) for path, sha in before.items() if after.get(path) != sha]:
+        changed = [str(path) for path in sorted(before | after) if before.get(path) != after.get(path)]
+        if changed:
             raise SearchError(f"the proposer changed {', '.join(changed)}: archive and scorer are not its to write")
         if len(proposed) > n_candidates:
             raise SearchError(f"the proposer returned {len(proposed)} candidates, not at most {n_candidates}")
@@ -185,6 +193,9 @@ class Search:
         write_atomically(marker, json.dumps({"candidates": {c.name: sha256(c.source) for c in candidates},
                                              "bill": asdict(self.bill)}) + "\n")
         return candidates
+
+    def _marker(self, number: int) -> Path:
+        return self.folder / f"iteration_{number:02d}.json"
 
     def _fingerprint(self) -> dict[Path, str]:
         """What a proposer must leave alone: our own code and the archive so far."""

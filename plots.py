@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e11d48", "#0d9488", "#a16207", "#64748b")  # on black and white
-PHASES = {"weight": "#f97316", "harness": "#3b82f6"}
+COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e11d48", "#0d9488", "#a16207", "#db2777")  # on black and white
+PHASES = {"weight": 0.08, "harness": 0.22}  # shades of ink
 INK = "#7b7b7b"                             # text and axes; in the report's SVG it becomes the page's own text colour
 SIZES = {"wide": (8.6, 4.2), "narrow": (3.9, 4.0)}      # inches; the second is for a phone
 
@@ -26,6 +26,7 @@ class Series:
     low: list[float]
     high: list[float]
     band: bool = True
+    measured: list[bool] | None = None      # where not, a value is interpolated and gets no marker
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,31 @@ class Figures:
     series: list[Series]
     dots: list[Dots]
     spans: list[tuple[float, float, str]]           # from, to, "weight" or "harness"
+    spans_of: str = ""                              # whose, if there are several lines
 
     def draw(self, size: str) -> Figure:
         figure = Figure(figsize=SIZES[size], layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         for start, end, kind in self.spans:
-            axes.axvspan(start, end, color=PHASES[kind], alpha=0.10, lw=0)
+            axes.axvspan(start, end, color=INK, alpha=PHASES[kind], lw=0)
         handles = []
-        for series, colour in zip(self.series, COLOURS * 9, strict=False):
+        for i, series in enumerate(self.series):
+            colour, dash = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
             if series.band:
                 axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.15, lw=0)
-                axes.plot(series.x, series.y, color=colour, lw=2, marker="o", ms=3)
+                axes.plot(series.x, series.y, dash, color=colour, lw=2, marker="o", ms=4, markevery=series.measured)
             else:
                 errors = [[y - low for y, low in zip(series.y, series.low, strict=True)],
                           [high - y for y, high in zip(series.y, series.high, strict=True)]]
                 axes.errorbar(series.x, series.y, errors, color=colour, lw=2, marker="o", ms=5, capsize=3)
-            handles.append(Line2D([], [], color=colour, lw=2, marker="o", ms=4, label=series.name))
+            handles.append(Line2D([], [], color=colour, ls=dash, lw=2, marker="o", ms=4, label=series.name))
         for dots, colour in zip(self.dots, COLOURS[len(self.series):] * 9, strict=False):
             axes.plot(dots.x, dots.y, dots.marker, color=colour, ms=4, lw=1, alpha=0.8)
             handles.append(Line2D([], [], color=colour, marker=dots.marker[0], ls="", ms=4, label=dots.name))
         kinds = dict.fromkeys(kind for _, _, kind in self.spans)
-        handles += [Patch(color=PHASES[kind], alpha=0.25, lw=0, label=f"{kind} phase") for kind in kinds]
+        of = f" of {self.spans_of}" if self.spans_of else ""
+        handles += [Patch(color=INK, alpha=PHASES[kind], lw=0, label=f"{kind} phase{of}") for kind in kinds]
         axes.set_xlabel("training rollouts")
         axes.set_ylabel(self.y_title)
         axes.set_ylim(bottom=0)
@@ -94,4 +98,4 @@ class Figures:
 
     def save_png(self, path: Path) -> None:
         with matplotlib.rc_context({"font.family": "sans-serif"}):
-            self.draw("wide").savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
+            self.draw("wide").savefig(path, format="png", dpi=150, facecolor="white", metadata={"Software": None})

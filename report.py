@@ -12,33 +12,43 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import jinja2
 
 from plots import Dots, Figures, Series
-from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, write_atomically
+from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
 from screen import LEDGER_TITLES, ledger_cells
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
-MAX_CHARS = 6000                        # of one message on the page
+MAX_CHARS = 4000                        # of one message on the page,
+MAX_VIEW_CHARS = 12_000                 # and of all messages of a rollout
 RATES = {"answered_frac": "format", "truncated_frac": "truncated", "tool_frac": "tool call",
          "retrieval_hit_frac": "retrieval hit", "legal_move_frac": "legal moves"}
 
 
 def write_report(folder: Path, running: bool = False) -> Path:
     """Writes FOLDER/report.html -> its path. UsageError, which says what is wrong, if FOLDER holds no readable run."""
-    try:
+    with as_usage_error(folder):
         page = render("report.html.jinja", **page_of(Path(folder), running))
+    write_atomically(Path(folder) / "report.html", page)
+    return Path(folder) / "report.html"
+
+
+@contextmanager
+def as_usage_error(folder: Path) -> Iterator[None]:
+    """Files that parse but hold something else than a run writes."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, jinja2.UndefinedError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{folder} holds records that no run writes ({type(error).__name__}: {error}): the directory "
                          "is not whole") from error
-    write_atomically(Path(folder) / "report.html", page)
-    return Path(folder) / "report.html"
 
 
 def render(template: str, **content) -> str:
@@ -62,25 +72,23 @@ def is_running(folder: Path) -> bool:
 # ---- the run's files ------------------------------------------------------------------------------------------------
 
 
-def read_text(path: Path, n_bytes: int | None = None) -> str:
+def iter_jsonl(path: Path) -> Iterator[dict]:
+    """The rows of a file, one at a time."""
     try:
-        return path.read_bytes()[:n_bytes].decode("utf-8", "replace")
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield json.loads(line)
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise UsageError(f"{path} {why}: the directory is not whole") from None
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
 
 
-def read_jsonl(path: Path, n_bytes: int | None = None) -> list[dict]:
-    """The rows of a file, or of its first n_bytes."""
+def read_metrics(path: Path, n_bytes: int) -> list[dict]:
+    """The rows of finished steps."""
     text = read_text(path, n_bytes)
-    if n_bytes and len(text.encode()) < n_bytes:
+    if len(text.encode()) < n_bytes:
         raise UsageError(f"{path} is cut short: it has {len(text.encode()):,} bytes, and {n_bytes:,} were written")
     try:
         return [json.loads(line) for line in text.splitlines()]
@@ -101,7 +109,7 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
         what_now = "the run is still going" if is_running(folder) else "the run's own command goes on with it"
         raise UsageError(f"{folder}: nothing is finished yet, not even the evaluation of the base model; {what_now}")
     state = read_json(folder / "state.json")
-    return config["config"], state, read_jsonl(folder / "metrics.jsonl", state["metrics_bytes"])
+    return config["config"], state, read_metrics(folder / "metrics.jsonl", state["metrics_bytes"])
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -116,26 +124,26 @@ def page_of(folder: Path, running: bool) -> dict:
     measured = {}                       # an evaluation that was not repeated has its numbers in the row it equals
     for number, point in enumerate(evals):
         measured[number] = rows[point["label"]] if "n" in rows[point["label"]] else measured[number - 1]
-    best = max(evals, key=lambda point: point.get("select_mean", point["mean"]))
-    base_traces, final_traces = (read_jsonl(folder / evals[i]["traces"]) for i in (0, -1))
     ledger = {kind: {what: state["ledger"][kind].get(what, 0) for what in AMOUNTS} for kind in LEDGER}
     figures = figure_of(config, state, metrics)
+    first = next(iter(sorted(folder.glob("harness/*/h0/harness.py"))), None)
+    cycles = [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
+              if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
         "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
-        "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)], "best": best,
-        "rate_names": {key: name for key, name in RATES.items() if key in measured[0]},
+        "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)],
+        "best": best_of(evals),
+        "rate_names": {key: name for key, name in RATES.items() if any(key in row for row in measured.values())},
         "svg": {size: figures.svg(size) for size in ("wide", "narrow")},
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
         "n_training": evals[-1]["training_rollouts"], "minutes": sum(a["seconds"] for a in ledger.values()) / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
-        "cycles": [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
-                   if (path / "h0/score.json").exists()],
-        "final_diff": diff_of(folder / "harness/cycle_01/h0/harness.py", folder / summary["final_harness"]),
-        "final_source": read_text(folder / summary["final_harness"]),
-        "groups": task_groups(base_traces, final_traces) if len(evals) > 1 else {},
-        "training": [(path.stem, [view_of(row) for row in read_jsonl(path)])
+        "cycles": cycles, "final_source": read_text(folder / summary["final_harness"]),
+        "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],
+        "groups": task_groups(folder / evals[0]["traces"], folder / evals[-1]["traces"]) if len(evals) > 1 else {},
+        "training": [(path.stem, [view_of(row) for row in iter_jsonl(path)])
                      for path in shown_steps(sorted(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
 
 
@@ -175,9 +183,8 @@ def compare_failures(before: dict, after: dict) -> list[tuple[str, int, int, flo
 
 def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
     """(class, line) of a unified diff."""
-    lines = [read_text(path).splitlines() for path in (old, new) if path.exists()]
     classes = {"+": "add", "-": "del", "@": "hunk"}
-    diff = difflib.unified_diff(*lines, lineterm="", n=4) if len(lines) == 2 else []
+    diff = difflib.unified_diff(read_text(old).splitlines(), read_text(new).splitlines(), lineterm="", n=4)
     return [(classes.get(line[0], ""), line) for line in list(diff)[2:]]
 
 
@@ -186,30 +193,38 @@ def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
 
 def cycle_of(folder: Path) -> dict:
     """One archive as a tree: each candidate under its parent."""
-    rows = read_jsonl(folder / "history.jsonl")
+    rows = list(iter_jsonl(folder / "history.jsonl"))
     accepted = read_text(folder / "accepted.txt").strip() if (folder / "accepted.txt").exists() else ""
-    rewards = {row["name"]: [trace["reward"] for trace in read_jsonl(folder / row["name"] / "traces.jsonl")]
-               for row in rows if not row["refused"]}
+    traces = {row["name"]: folder / row["name"] / "traces.jsonl" for row in rows if not row["refused"]}
+    rewards = {name: rewards_of(path, path.stat().st_mtime_ns if path.exists() else 0) for name, path in traces.items()}
     best = max((row["mean"] for row in rows if not row["refused"]), default=0)
+    if any(row["mean"] < best for row in rows if row["name"] == accepted):
+        accepted = ""                   # of an earlier phase of this archive, and the search has gone on since
     children: dict[str, list[dict]] = {}
     for row in rows:
-        old = folder / row["parent"] / "harness.py"
-        over = [a - b for a, b in zip(rewards.get(row["name"], []), rewards["h0"], strict=False)]
+        file = folder / row["name"] / "harness.py"
+        over = [] if row["refused"] or not row["parent"] else [
+            a - b for a, b in zip(rewards[row["name"]], rewards["h0"], strict=True)]
         children.setdefault(row["parent"], []).append({
             **row, "accepted": row["name"] == accepted,
             "verdict": "accepted" if row["name"] == accepted else "refused" if row["refused"] else
             "the incoming harness" if not row["parent"] else "not the best" if row["mean"] < best else
-            "a tie, by more calls or later",
-            "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over and row["parent"] else None,
-            "changes": failure_changes(rows, row),
-            "diff": diff_of(old, folder / row["name"] / "harness.py") if row["parent"] else [],
-            "source": read_text(folder / row["name"] / "harness.py")})
+            "a tie, by more calls or later" if accepted else "best so far",
+            "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over else None,
+            "changes": failure_changes(rows, row), "source": read_text(file),
+            "diff": diff_of(folder / row["parent"] / "harness.py", file) if row["parent"] in traces else []})
 
     def nest(parent: str) -> list[dict]:
         return [{**child, "children": nest(child["name"])} for child in children.get(parent, [])]
 
     return {"name": folder.name.replace("_", " "), "tree": nest(""), "accepted": accepted, "n": len(rows),
             "task": read_text(folder / "task.md")}
+
+
+@cache
+def rewards_of(path: Path, changed_ns: int) -> tuple[float, ...]:
+    """By task. A run writes its page after each phase, and the traces of a scored candidate do not change."""
+    return tuple(trace["reward"] for trace in iter_jsonl(path))
 
 
 def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:
@@ -225,40 +240,52 @@ def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:
 # -- trajectories --
 
 
-def task_groups(base: list[dict], final: list[dict]) -> dict[str, list[dict]]:
-    """Test tasks by what became of their first rollout; of each task, how many of its n rollouts were right."""
-    right = [Counter() for _ in range(2)]
-    for counter, traces in zip(right, (base, final), strict=True):
-        for trace in traces:
+def task_groups(base: Path, final: Path) -> dict[str, list[dict]]:
+    """Test tasks by what became of their first rollout; of each task, how many of its n rollouts were right. Only the
+    rollouts that are shown are kept: such a file may be large."""
+    right, solved = [Counter(), Counter()], [{}, {}]
+    for path, counter, first in zip((base, final), right, solved, strict=True):
+        for trace in iter_jsonl(path):
             counter[trace["task_id"]] += trace["reward"] > 0.5
-    n = sum(trace["task_id"] == base[0]["task_id"] for trace in base)
-    groups: dict[str, list[dict]] = {name: [] for name in N_SHOWN}
-    last = {trace["task_id"]: trace for trace in final if trace["sample"] == 0}
-    for trace in base:
-        if trace["sample"]:
-            continue
-        task = trace["task_id"]
-        name = {(0, 1): "mended", (1, 0): "broken", (0, 0): "still failing", (1, 1): "solved by both"}[
-            (trace["reward"] > 0.5, last[task]["reward"] > 0.5)]
-        if len(groups[name]) < N_SHOWN[name]:
-            groups[name].append({"id": task, "n": n, "right": (right[0][task], right[1][task]),
-                                 "views": (view_of(trace), view_of(last[task]))})
-    return groups
+            if trace["sample"] == 0:
+                first[trace["task_id"]] = trace["reward"] > 0.5
+    n = sum(trace["task_id"] == next(iter(solved[0])) for trace in iter_jsonl(base))
+    names = {(False, True): "mended", (True, False): "broken", (False, False): "still failing",
+             (True, True): "solved by both"}
+    groups: dict[str, list[str]] = {name: [] for name in N_SHOWN}
+    for task in solved[0]:
+        group = groups[names[solved[0][task], solved[1][task]]]
+        group.append(task)
+    groups = {name: tasks[:N_SHOWN[name]] for name, tasks in groups.items()}
+    shown = {task for tasks in groups.values() for task in tasks}
+    views = [{trace["task_id"]: view_of(trace) for trace in iter_jsonl(path)
+              if trace["sample"] == 0 and trace["task_id"] in shown} for path in (base, final)]
+    return {name: [{"id": task, "n": n, "right": (right[0][task], right[1][task]), "views": [v[task] for v in views]}
+                   for task in tasks] for name, tasks in groups.items()}
 
 
 def view_of(trace: dict) -> dict:
     """A trace as turns: (who, text, note), and its training view as runs of (text, the model said it)."""
-    turns = list(turns_of(trace["events"]))
-    texts = [[(clip(text), said) for text, said in sequence] for sequence in trace["texts"]]
+    turns, left = [], MAX_VIEW_CHARS
+    for who, text, note in turns_of(trace["events"]):
+        turns.append((who, clip(text, left), note))
+        left -= len(turns[-1][1])
+    texts, left = [], MAX_VIEW_CHARS
+    for sequence in trace["texts"]:
+        texts.append([])
+        for text, said in sequence:
+            texts[-1].append((clip(text, left), said))
+            left -= len(texts[-1][-1][0])
     title = next((text for who, text, _ in turns if who == "user"), "")
-    return {**trace, "turns": turns, "texts": texts, "title": title}
+    kept = {key: trace[key] for key in ("task_id", "reward", "failure", "accepted", "why", "end", "n_calls", "n_tok")}
+    return {**kept, "turns": turns, "texts": texts, "title": title}
 
 
 def turns_of(events: list[dict]) -> Iterator[tuple[str, str, str]]:
-    """What was new in each request, and what came back. A tool's output that went on to the model unchanged is shown
-    once; what a harness made of it is shown as the message that it was."""
+    """What was new in each request, and what came back. What the model or a tool said is shown when they said it, and
+    not again where it went on unchanged; what a harness made of it is shown as the message that it was."""
     shown: list[dict] = []
-    outputs: list[str] = []
+    said: list[str] = []
     for event in events:
         request, result = event["request"], event["result"]
         if request["type"] == "generate":
@@ -267,25 +294,23 @@ def turns_of(events: list[dict]) -> Iterator[tuple[str, str, str]]:
             if shown and not known:
                 yield "harness", "", "the harness began a new context"
             for message in messages[known:]:
-                role = message["role"]
-                if role == "assistant" and known or role == "tool" and message["content"] in outputs:
-                    continue                                        # shown when it was said, or when the tool said it
-                yield message["role"], clip(message["content"]), ""
+                if message["role"] not in ("assistant", "tool") or message["content"] not in said:
+                    yield message["role"], message["content"], ""
             shown = messages
-            yield "model", clip(result["content"]), "" if result["finish"] == "stop" else f"cut: {result['finish']}"
+            said.append(result["content"])
+            yield "model", result["content"], "" if result["finish"] == "stop" else f"cut: {result['finish']}"
         else:
             asked = {key: value for key, value in request.items() if key != "type"}
             text = next(iter(asked.values())) if len(asked) == 1 else json.dumps(asked, ensure_ascii=False)
-            yield f"{request['type']} call", clip(str(text)), ""
-            output = str(result.get("output", ""))
-            outputs.append(output)
+            yield f"{request['type']} call", str(text), ""
+            said.append(str(result.get("output", "")))
             note = "" if result.get("ok", True) else "failed"
-            yield f"{request['type']} output", clip(output), " ".join(filter(None, [note, result.get("end", "")]))
+            yield f"{request['type']} output", said[-1], " ".join(filter(None, [note, result.get("end", "")]))
 
 
-def clip(text: str) -> str:
-    more = len(text) - MAX_CHARS
-    return text if more <= 0 else f"{text[:MAX_CHARS]} ... ({more:,} more characters in the run's files)"
+def clip(text: str, left: int = MAX_CHARS) -> str:
+    n = max(0, min(MAX_CHARS, left))
+    return text if len(text) <= n else f"{text[:n]} ... ({len(text) - n:,} more characters in the run's files)"
 
 
 def shown_steps(paths: list[Path], last_step: int) -> list[Path]:

@@ -16,12 +16,12 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
 
 from screen import Screen
-from track import NO_TRACKER
+from track import NO_TRACKER, TrackerError
 
 FORMAT = 2                              # of the directory; a run of another one is neither resumed nor reported on
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
@@ -37,6 +37,8 @@ class UsageError(ValueError):
 class State:
     phase: int = 0                          # index of the running phase
     signals: list[float] = field(default_factory=list)          # of the running phase, as its rule saw them
+    phase_start: int = 0                    # training rollouts at its start
+    idle: bool = False                      # the phase before was a search that spent nothing
     weight_step: int = 0
     n_drawn: int = 0                        # prompts drawn from D_weight so far
     empty_steps: int = 0                    # weight steps in a row without an accepted rollout
@@ -58,10 +60,12 @@ class RunDir:
         self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
         path.mkdir(parents=True, exist_ok=True)
         self.lock = take_lock(path, "run")
+        for left in path.rglob("*.tmp"):                            # by a process that was killed
+            left.unlink(missing_ok=True)
         self._check_identity({"format": {"version": FORMAT}, **identity})
         state = path / "state.json"
         self.resumed = state.exists()
-        self.state = State(**json.loads(state.read_text())) if self.resumed else State()
+        self.state = read_state(state) if self.resumed else State()
         with open(path / "metrics.jsonl", "ab") as metrics:
             if metrics.tell() > self.state.metrics_bytes:
                 metrics.truncate(self.state.metrics_bytes)
@@ -72,7 +76,7 @@ class RunDir:
         path = self.path / "config.json"
         if not path.exists():
             return write_atomically(path, json.dumps(identity, indent=1) + "\n")
-        before = json.loads(path.read_text())
+        before = read_json(path)
         changes = [f"  {group} {key}: {before.get(group, {}).get(key)!r} then, {value!r} now"
                    for group, values in identity.items() for key, value in values.items()
                    if before.get(group, {}).get(key) != value]
@@ -89,7 +93,19 @@ class RunDir:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.track.log(row)
+        try:
+            self.track.log(row)
+        except TrackerError as error:                           # a copy to watch is no reason to stop
+            self.screen.say(f"tracking ends here: {error}")
+            self.track = NO_TRACKER
+
+    def close(self) -> None:
+        """Gives the directory free."""
+        try:
+            self.track.close()
+        except TrackerError as error:
+            self.screen.say(str(error))
+        self.lock.close()
 
     # -- the ledger --
 
@@ -124,8 +140,7 @@ class RunDir:
         write_atomically(self.path / folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def best_eval(self) -> dict:
-        """Chosen on the test split, as in the paper, or on D_harness (--select harness-set)."""
-        return max(self.state.evals, key=lambda row: row.get("select_mean", row["mean"]))
+        return best_of(self.state.evals)
 
     def save(self) -> None:
         """Ends a step. Then the checkpoints go that are neither the last nor the best's."""
@@ -155,6 +170,39 @@ class RunDir:
             "accepted": state.accepted, "final_harness": "final_harness.py"}, indent=1) + "\n")
 
 
+def best_of(evals: list[dict]) -> dict:
+    """The best evaluation: chosen on the test split, as in the paper, or on D_harness (--select harness-set)."""
+    return max(evals, key=lambda row: row.get("select_mean", row["mean"]))
+
+
+def read_text(path: Path, n_bytes: int | None = None) -> str:
+    """UsageError if it cannot be read, with the path, as in all that is read here."""
+    try:
+        return path.read_bytes()[:n_bytes].decode("utf-8", "replace")
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UsageError(f"{path} {why}: the directory is not whole") from None
+
+
+def read_json(path: Path) -> dict:
+    try:
+        record = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} is damaged: {error}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} is damaged: it holds no JSON object")
+    return record
+
+
+def read_state(path: Path) -> State:
+    record = read_json(path)
+    if set(record) != {knob.name for knob in fields(State)}:
+        raise UsageError(f"{path} is damaged: it is not what a run of this version writes")
+    return State(**record)
+
+
 def take_lock(folder: Path, what: str) -> TextIO:
     """Held until it is closed, or until the process ends, however it ends. UsageError if another process holds it."""
     lock = open(folder / ".lock", "w")
@@ -167,7 +215,7 @@ def take_lock(folder: Path, what: str) -> TextIO:
 
 def write_atomically(path: Path, text: str) -> None:
     """A kill at any moment leaves the old file or the new one."""
-    aside = path.with_name(path.name + ".tmp")
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")          # a report may be rebuilt beside the run
     with open(aside, "w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()

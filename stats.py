@@ -17,15 +17,15 @@ def bootstrap_ci(values: list[float], seed: int, n_resamples: int = 2000) -> tup
 def paired_ci(differences: list[list[float]], seed: int, n_resamples: int = 10_000) -> tuple[float, float]:
     """95 % interval of the mean of differences (n_runs, n_tasks): arm less arm, run by run (same seed), task by task.
 
-    Two-level percentile bootstrap: runs are drawn again, and in each drawn run the tasks. With few runs it is too
-    narrow (that of three cannot reach far beyond the worst and the best), so each run's difference belongs beside it.
+    Runs share their tasks, so both are drawn again, runs and tasks, each drawn run with the same drawn tasks. With few
+    runs it is too narrow (that of three cannot reach far beyond the worst and the best), so each run's difference
+    belongs beside it.
     """
     grid = np.asarray(differences, dtype=float)                                 # (n_runs, n_tasks)
     n_runs, n_tasks = grid.shape
     rng = np.random.Generator(np.random.Philox(seed))
-    means = np.empty(n_resamples)
-    for i in range(n_resamples):
-        runs = rng.integers(0, n_runs, n_runs)
-        means[i] = grid[runs[:, None], rng.integers(0, n_tasks, (n_runs, n_tasks))].mean()
+    runs = rng.multinomial(n_runs, [1 / n_runs] * n_runs, n_resamples)          # how often each was drawn
+    tasks = rng.multinomial(n_tasks, [1 / n_tasks] * n_tasks, n_resamples)
+    means = ((runs @ grid) * tasks).sum(axis=1) / (n_runs * n_tasks)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

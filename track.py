@@ -7,7 +7,8 @@ on in the tracker's same run; rows that it writes again are sent again.
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +21,30 @@ class TrackerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tracker:
+    """Both calls may raise TrackerError, whatever a package raises."""
     send: Callable[[dict[str, float], int], None]       # numbers by name, training rollouts
-    close: Callable[[], None]
+    end: Callable[[], None]
 
     def log(self, row: dict) -> None:
         """The numbers of a row of metrics.jsonl, as kind/name."""
         numbers = {f"{row['kind']}/{key}": value for key, value in row.items() if isinstance(value, int | float)}
-        self.send(numbers, row["training_rollouts"])
+        with as_tracker_error():
+            self.send(numbers, row["training_rollouts"])
+
+    def close(self) -> None:
+        with as_tracker_error():
+            self.end()
 
 
 NO_TRACKER = Tracker(lambda numbers, step: None, lambda: None)
+
+
+@contextmanager
+def as_tracker_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:                          # another project's code, over a network: it may raise anything
+        raise TrackerError(f"the tracker failed: {type(error).__name__}: {error}") from error
 
 
 def open_tracker(name: str, folder: Path, settings: dict) -> Tracker:
@@ -41,23 +56,21 @@ def open_tracker(name: str, folder: Path, settings: dict) -> Tracker:
     except ImportError as error:
         raise TrackerError(f"--track {name} needs a package that is not installed ({error}): "
                            f".venv/bin/python -m pip install {name}") from None
-    if name == "tensorboard":
-        writer = package.SummaryWriter(str(folder / "tensorboard"))
+    run_id = f"{folder.name}-{hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]}"    # names may recur
+    with as_tracker_error():
+        if name == "tensorboard":
+            writer = package.SummaryWriter(str(folder / "tensorboard"))
 
-        def write(numbers: dict[str, float], step: int) -> None:
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, step)
-            writer.flush()
+            def write(numbers: dict[str, float], step: int) -> None:
+                for key, value in numbers.items():
+                    writer.add_scalar(key, value, step)
+                writer.flush()
 
-        return Tracker(write, writer.close)
-    try:
-        where = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]         # two --out may share a name
+            return Tracker(write, writer.close)
         if name == "wandb":
-            run = package.init(project="whale", name=folder.name, id=f"{folder.name}-{where}", dir=str(folder),
-                               resume="allow", config=settings)
+            run = package.init(project="whale", name=folder.name, id=run_id, dir=str(folder), resume="allow",
+                               config=settings)
             run.define_metric("*", step_metric="training_rollouts")
         else:
-            run = package.init(project="whale", name=f"{folder.name}-{where}", resume="allow", config=settings)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise TrackerError(f"--track {name}: {error}") from None
-    return Tracker(lambda numbers, step: run.log({**numbers, "training_rollouts": step}), run.finish)
+            run = package.init(project="whale", name=run_id, resume="allow", config=settings)
+        return Tracker(lambda numbers, step: run.log({**numbers, "training_rollouts": step}), run.finish)

@@ -19,15 +19,15 @@ Differs from the paper:
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import rollout
 import sched
 from config import (
-    FREE_ON_RESUME, PROPOSERS, Config, check_disk, code_version, hash_model, hash_tasks, load_splits, open_judge,
-    read_file, rollout_config, train_config)
+    ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
+    load_splits, n_steps, open_judge, read_file, rollout_budget, rollout_config, train_config)
 from engine import TransformersEngine, weights_checksum
-from gates import ForbiddenText
+from gates import ForbiddenText, beyond_prompts
 from harness_search import Candidate, Outcome, Search
 from report import write_report
 from rft import StepStats, Trainer
@@ -50,7 +50,7 @@ def train_whale(run: "Run") -> None:
     cfg, state = run.cfg, run.state
     run.evaluate("base")                                                        # mean@8 of (theta_0, h_0)
     for phase in run.phases():                                                  # sched.py: weight, harness, weight ...
-        if run.is_spent(phase):
+        if run.is_spent(phase) and not state.signals:                           # a phase that has begun is ended well
             break
         run.begin_phase(phase)
         for signal in state.signals:                                            # recorded before we were stopped
@@ -71,7 +71,7 @@ def train_whale(run: "Run") -> None:
                 run.finish_iteration(phase, outcomes, search)
             run.adopt_best(phase, search)                                       # h <- the archive's best
         run.evaluate(f"cycle {phase.cycle}, after the {phase.kind} phase")
-        run.finish_phase()
+        run.finish_phase(phase)
     run.finish()
 
 
@@ -94,14 +94,12 @@ class Run:
         self.env, splits = load_splits(cfg)
         self.h0 = read_file(cfg.harness or str(self.env.h0))
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
-        self.budget()                                                           # refuses a schedule of no steps
+        check_schedule(cfg, len(self.train), len(self.harness_tasks))
+        if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):
+            raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         check_disk(cfg)
-        self.dir = RunDir(cfg.run_dir, identity={
-            "config": {key: value for key, value in asdict(cfg).items()
-                       if key not in FREE_ON_RESUME and not str(value).startswith(("http://", "https://"))},
-            "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
-                       "model": hash_model(cfg.model), "h0": sha256(self.h0),
-                       **{path.name: hash_model(str(path)) for path in self.env.files}}})
+        self.version = code_version()
+        self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
         self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
             self._load_parts()
@@ -145,19 +143,26 @@ class Run:
         fixed = (self.n_steps("--epochs", cfg.epochs), cfg.iterations)
         window = self.n_steps("--patience-epochs", cfg.patience_epochs) if cfg.method == "adaptive" else 1
         adaptive = (window, cfg.patience_iterations, cfg.min_iterations, cfg.max_iterations)
-        return sched.phases(cfg.method, fixed, adaptive, cfg.stagewise_phases, start=self.state.phase)
+        n_cycles = round(self.budget / rollout_budget(replace(cfg, cycles=1, rollouts=0), *self.sizes))     # of WHALE
+        return sched.phases(cfg.method, fixed, adaptive, cfg.stagewise_phases or max(1, n_cycles), self.state.phase)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return len(self.train), len(self.harness_tasks)
+
+    @property
     def budget(self) -> int:
-        return rollout_budget(self.cfg, len(self.train), len(self.harness_tasks))
+        return rollout_budget(self.cfg, *self.sizes)
 
     def left(self, phase: sched.Phase) -> int:
         """Training rollouts that a phase may still spend. An alternating method runs its cycles; with --rollouts, and
         for all other methods, the budget decides."""
-        if self.cfg.method in ("whale", "fst", "adaptive") and not self.cfg.rollouts:
+        if self.cfg.method in ALTERNATING and not self.cfg.rollouts:
             return UNBOUNDED if phase.cycle <= self.cfg.cycles else 0
-        if self.cfg.finish == "harness" and phase.kind == "harness" and self.untried_weights:
+        if self.cfg.finish == "harness" and phase.kind == "harness" and self.untried_weights and (
+                self.budget - self.state.phase_start < 2 * len(self.harness_tasks)):        # the phase is an extra one
             return UNBOUNDED
-        return max(0, self.budget() - self.dir.training_rollouts())
+        return max(0, self.budget - self.dir.training_rollouts())
 
     @property
     def untried_weights(self) -> bool:
@@ -165,9 +170,12 @@ class Run:
         return self.state.weight_step > (self.state.accepted[-1]["weight_step"] if self.state.accepted else 0)
 
     def is_spent(self, phase: sched.Phase) -> bool:
-        """Whether what is left is not enough for one prompt or one candidate (and its incumbent)."""
+        """Whether what is left is not enough for half a batch or for one candidate (and its incumbent), or a search has
+        nothing more to try."""
         if phase.kind == "weight":
-            return self.left(phase) < self.cfg.group_size
+            return self.left(phase) < least_weight_step(self.cfg)
+        if self.state.idle:                             # the phase before was of the same search and spent nothing
+            return True
         return self.left(phase) < len(self.harness_tasks) * (1 if self.n_iterations(phase) else 2)
 
     def n_prompts(self, phase: sched.Phase) -> int:
@@ -177,8 +185,9 @@ class Run:
         return min(self.cfg.candidates, self.left(phase) // len(self.harness_tasks))
 
     def begin_phase(self, phase: sched.Phase) -> None:
+        of = f" of {self.budget:,}" if self.left(phase) < UNBOUNDED else ""
         self.say(f"cycle {phase.cycle}: {phase.kind} phase from {self.harness.name} ({phase.rule.why}); "
-                 f"{self.dir.training_rollouts():,} of {self.budget():,} training rollouts spent", style="bold")
+                 f"{self.dir.training_rollouts():,}{of} training rollouts spent", style="bold")
 
     # -- weight phase --
 
@@ -231,6 +240,7 @@ class Run:
         self.dir.write_traces("rollouts", f"step_{state.weight_step:06d}",
                               [trace.to_json(self.engine.tokenizer) for trace in pick_shown(traces)])
         self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
+        self.dir.clock("weight")
         self.dir.save()
         failed = [trace for trace in traces if trace.status != "ok"]
         if len(failed) > cfg.max_failed_frac * len(traces):
@@ -323,10 +333,10 @@ class Run:
         if self.cfg.select == "harness-set":                    # one rollout a task, as the harness phase scores
             chosen["select_mean"] = sum(task_means(self.roll_out("eval", self.harness_tasks, 1, "select"), 1)) / len(
                 self.harness_tasks)
-        self.dir.clock("eval")
         name = f"{len(state.evals):02d}_step_{state.weight_step:06d}"
         self.dir.write_traces("eval", name, [
             trace.brief() if trace.sample else trace.to_json(self.engine.tokenizer) for trace in traces])
+        self.dir.clock("eval")
         state.evals.append({"label": label, "mean": mean, "ci95": list(ci95), "weight_step": state.weight_step, **what,
                             **chosen, "traces": f"eval/{name}.jsonl", "task_means": means,
                             "training_rollouts": self.dir.training_rollouts()})
@@ -338,28 +348,33 @@ class Run:
         if label == "base":
             self._save_all()
 
-    def finish_phase(self) -> None:
+    def finish_phase(self, phase: sched.Phase) -> None:
         """Notes the ledger, all of it from the run's start, and writes summary and report."""
         spent = {kind: self.dir.spent(kind) for kind in LEDGER[1:]}
         self.dir.log("ledger", "rollouts so far: " + ", ".join(f"{kind} {n:,}" for kind, n in spent.items()),
-                     phase=self.state.phase + 1,
+                     phase=phase.index + 1,
                      **{f"{kind}_{what}": n for kind in LEDGER for what, n in self.state.ledger[kind].items()})
-        self.state.phase += 1
-        self.state.signals = []
+        state, n_training = self.state, self.dir.training_rollouts()
+        state.idle = n_training == state.phase_start and phase.kind == "harness"
+        state.phase, state.phase_start, state.signals = phase.index + 1, n_training, []
         self._save_all()
 
     def finish(self) -> None:
+        if self.state.idle:
+            self.say("the proposer has nothing more to try, so the search ends before the budget does")
         if self.cfg.method != "weight" and self.untried_weights:
-            self.say("the budget ended after a weight phase, so no harness was sought for the last weights; "
-                     "--finish harness adds that phase")
+            self.say("the budget ended after a weight phase, so no harness was sought for the last weights"
+                     + "; --finish harness adds that phase" * (self.cfg.method in ALTERNATING))
+        unspent = self.budget - self.dir.training_rollouts() if self.cfg.rollouts else 0
+        if unspent > 0:
+            self.say(f"{unspent:,} of {self.budget:,} training rollouts are left: too few for what came next")
         self.state.complete = True
         self._save_all()
 
     def close(self) -> None:
         """Ends the sandbox's processes and gives the run directory free."""
         self.sandbox.close()
-        self.dir.track.close()
-        self.dir.lock.close()
+        self.dir.close()
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)
@@ -368,27 +383,13 @@ class Run:
                                model=cfg.model, n_eval=cfg.n_eval,
                                verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
                                select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
-                               version=code_version())
+                               version=self.version)
         self.dir.save()
         try:
             write_report(self.dir.path, running=not self.state.complete)
-        except UsageError as error:                             # its files were touched: no reason to stop the run
+        except (UsageError, OSError) as error:                  # no reason to stop the run
             self.say(f"no report.html: {error}")
-
-
-def n_steps(flag: str, epochs: float, cfg: Config, n_train: int) -> int:
-    try:
-        return sched.steps(epochs, n_train, cfg.prompt_batch)
-    except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from None
-
-
-def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
-    """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
-    planned = sched.planned_rollouts(
-        n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
-        cfg.candidates, n_harness_tasks, cfg.cycles)
-    return cfg.rollouts or planned
+        self.dir.clock("eval")
 
 
 def pick_shown(traces: list[Trace]) -> list[Trace]:

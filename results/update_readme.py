@@ -29,9 +29,8 @@ def blocks() -> dict[str, str]:
         (_, _, scores), (_, _, over), *_ = compare.tables_of(results)
         less = {row[0]: f"{row[1]} ({row[2]})" for row in over}
         rows += [[domain, label, *cells, less.get(label, "")] for label, *cells in scores]
-        versions = ", ".join(sorted({arm["version"][:12] for arm in results["arms"]}))
         minutes = [sum(amounts["seconds"] for amounts in arm["ledger"].values()) / 60 for arm in results["arms"]]
-        notes.append(f"- {domain}: `{'`, `'.join(results['commands'])}`; {results['machine']}; commit {versions}; "
+        notes.append(f"- {domain}: `{'`, `'.join(results['commands'])}`; {compare.provenance(results)}; "
                      f"{min(minutes):.1f} to {max(minutes):.1f} minutes an arm")
     titles = ["domain", "method", "seeds", "base", "best", "final", "final, least to most", "training rollouts",
               "WHALE less it, final (95 %)"]

@@ -5,6 +5,7 @@ import codecs
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import uuid
@@ -309,7 +310,7 @@ def test_denominators_count_what_failed(tmp_path, engine, sandbox):
     assert score.mean == sum(row["reward"] for row in rows) / 8
     assert score.failures == dict(sorted(Counter(r["failure"] for r in rows if r["failure"] != "solved").items()))
     assert score.cost["model_calls"] == sum(row["n_calls"] for row in rows) == 8 * score.calls_a_rollout
-    assert score.n_completion_tok == sum(row["n_tok"] for row in rows) == 8 * score.tok_a_rollout
+    assert score.cost["completion_tok"] == sum(row["n_tok"] for row in rows) == 8 * score.tok_a_rollout
 
 
 # ---- the archive ----------------------------------------------------------------------------------------------------
@@ -522,6 +523,34 @@ def test_a_proposer_that_edits_the_archive_stops_the_search(name, tmp_path, engi
     search.iterate()
     with pytest.raises(SearchError, match=name):
         search.iterate()
+
+
+def test_a_proposer_that_plants_files_stops_the_search(tmp_path, engine, sandbox):
+    """A score for a candidate that is still to come would be taken for our own."""
+    def proposer(request):
+        (request.folder / "h1").mkdir()
+        (request.folder / "h1" / "score.json").write_text("{}")
+        return proposers.propose_by_rules(request)
+
+    search = make_search(tmp_path, engine, sandbox, proposer=proposer)
+    search.iterate()
+    with pytest.raises(SearchError, match="score.json"):
+        search.iterate()
+
+
+@pytest.mark.parametrize("lost, words", [("h0/score.json", "score of this finished candidate"), ("iteration_02.json", "iteration_02.json is gone")])
+def test_what_was_paid_for_is_not_paid_again(lost, words, finished, tmp_path, engine, sandbox):
+    folder = tmp_path / "archive"
+    shutil.copytree(finished[0], folder)
+    (folder / lost).unlink()
+    with pytest.raises(SearchError, match=words):
+        make_search(folder, MortalEngine(engine, 0), sandbox, proposer=None, n_done=2, **SMALL)
+
+
+def test_a_number_too_long_to_show_is_refused(engine, sandbox):
+    source = H0 + "\nX = 0x" + "f" * 4000 + "\n"
+    assert gates.parse_harness(source)[1] and not check(source, engine, sandbox)[-1].passed
+    assert gates.program_of(source) == source
 
 
 def test_a_candidate_changed_after_it_was_proposed_is_refused(tmp_path, engine, sandbox):

@@ -15,6 +15,7 @@ from gates import beyond_prompts
 from harness_search import Candidate
 from mechanisms import mechanisms_of, render
 from small import SMALL, call, rows
+from tasks import Row, ToolUse
 from whale import Run
 
 H0 = (ROOT / "harnesses/h0_math.py").read_text()
@@ -138,6 +139,39 @@ def test_a_budget_that_ends_after_weights(tmp_path, finish, n_searches):
     assert summary["rollouts"]["weight"] == 256 and len(summary["accepted"]) == n_searches
     assert ("--finish harness adds that phase" in (folder / "log.txt").read_text()) == (finish == "budget")
     assert summary["rollouts"]["harness"] == n_searches * 4 * 24
+
+
+@pytest.mark.parametrize("method, moment", [("harness", "finish_iteration"), ("weight", "finish_weight_step"), ("whale", "finish_iteration")])
+def test_a_run_stopped_after_its_last_step_still_ends_well(tmp_path, monkeypatch, method, moment):
+    """The budget is spent, but the phase is not over: what was found is adopted and measured, as without the stop."""
+    flags = ["--method", method, "--rollouts", {"harness": "120", "weight": "256", "whale": "352"}[method]]
+    whole = run(tmp_path / "a", *flags)
+    last = max(row["training_rollouts"] for row in rows(whole) if row["kind"] in ("iteration", "weight_step"))
+    finish = getattr(Run, moment)
+
+    def stop(self, *args):
+        finish(self, *args)
+        if self.dir.training_rollouts() == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Run, moment, stop)
+        assert call("math", *SMALL, *flags, "--out", tmp_path / "b", "--name", "run")[0] == 130
+    again = run(tmp_path / "b", *flags)
+    assert rows(again) == rows(whole) and (again / "final_harness.py").read_text() == (whole / "final_harness.py").read_text()
+
+
+def test_a_proposer_with_nothing_more_to_try_ends_a_search(tmp_path, monkeypatch):
+    """Not the budget: without this, harness-only would go on for ever, as what is not scored costs nothing."""
+    def propose(request):
+        new = len(request.history) == 1
+        return [Candidate("", "h0", "x", (), ALLOWED["another system prompt"], 0)] * new
+
+    monkeypatch.setitem(__import__("config").PROPOSERS, "rules", propose)
+    folder = run(tmp_path, "--method", "harness", "--rollouts", "480")
+    log = (folder / "log.txt").read_text()
+    assert "nothing more to try" in log and "432 of 480 training rollouts are left" in log
+    assert [row["kind"] for row in rows(folder)].count("ledger") == 2
 
 
 # ---- the ledger -----------------------------------------------------------------------------------------------------
@@ -314,9 +348,35 @@ def test_a_tracker_that_is_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [["--select", "train"], ["--finish", "x"], ["--track", "mlflow"], ["--eval-epochs", "-1"], ["--rollouts", "-1"],
-                                   ["--max-iterations", "2", "--min-iterations", "3"], ["--stagewise-phases", "0"]])
+                                   ["--max-iterations", "2", "--min-iterations", "3"], ["--stagewise-phases", "-1"],
+                                   ["--eval-epochs", "0.0001"], ["--patience-epochs", "0.0001", "--method", "adaptive"], ["--rollouts", "4"],
+                                   ["--rollouts", "40", "--method", "harness"], ["--finish", "harness", "--method", "weight"],
+                                   ["--harness", str(ROOT / "harnesses/fewshot_math.py"), "--method", "fst"]])
 def test_bad_flags(flags, tmp_path):
     code, output = call("math", *SMALL, *flags, "--out", tmp_path)
     assert code == 2 and flags[0] in output and "Traceback" not in output and not list(tmp_path.iterdir())
 
 
+
+
+def test_without_git_a_run_names_its_version(monkeypatch):
+    import config
+
+    commit = config.code_version()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert config.code_version() == config.VERSION != commit
+
+
+@pytest.mark.parametrize("answer, documents, hit", [
+    ("1", [("Foo", "bar")], 0), ("no", [], 0), ("Bar", [("Foo", "a bar b")], 1), ("Foo", [("Foo", "x")], 1), ("barn", [("Foo", "a bar b")], 0)])
+def test_a_retrieval_hit_is_in_a_passage(answer, documents, hit, monkeypatch):
+    """Not in the numbers of the list, nor in the words that say that nothing was found."""
+    env = ENVS["search"]()
+    env.found[3, "q"] = [types.SimpleNamespace(title=title, text=text) for title, text in documents]
+    monkeypatch.setattr("envs.cut_text", lambda text, n, tokenizer: text)
+    use = ToolUse([], {"type": "search", "query": "q", "topk": 3, "max_tokens": 50}, "", 1)
+    result = env._show(use, None)
+    task = env.read_case(Row("x", 1, {"id": "a", "reference": answer}))
+    assert env.count(task, [{"request": use.request, "result": result}]) == {"retrieval_hit": (hit, 1)}
+    verdict = env.verify(task, "<answer>something else</answer>", use.state)
+    assert verdict.kind == ("not_retrieved" if documents and not hit else "")

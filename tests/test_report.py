@@ -191,7 +191,7 @@ def damage(folder: Path, what: str) -> None:
 @pytest.mark.parametrize("what, words", [
     ("no run", "is no run directory"), ("older format", "another version"), ("newer format", "99"),
     ("nothing finished", "nothing is finished yet"), ("half a state", "state.json is damaged"),
-    ("a state of another kind", "not whole"), ("metrics cut", "cut short"), ("metrics scrambled", "metrics.jsonl is damaged"),
+    ("a state of another kind", "no JSON object"), ("metrics cut", "cut short"), ("metrics scrambled", "metrics.jsonl is damaged"),
     ("a metrics row of another kind", "not whole"), ("no traces", "is missing"), ("traces of another kind", "not whole"),
     ("no history", "history.jsonl is missing"), ("no final harness", "final_harness.py"), ("no summary", "summary.json is missing"),
 ])
@@ -228,6 +228,41 @@ def test_a_run_of_weights_alone_has_a_page(tmp_path):
     assert "No harness phase so far" in page.text and "The final harness is h0" in page.text
 
 
+def test_the_final_harness_of_a_search_that_began_late(copied):
+    """Stagewise has its first archive after its weight phases; the final harness is compared with that one's h0."""
+    (copied / "harness/cycle_01").rename(copied / "harness/cycle_03")
+    page = Page(report.write_report(copied).read_text())
+    assert "The final harness is h0" not in page.text and "cycle 03: " in page.text
+
+
+def test_before_anything_is_accepted_the_best_is_the_best_so_far(copied):
+    (copied / "harness/cycle_01/accepted.txt").unlink()
+    page = Page(report.write_report(copied).read_text())
+    assert page.text.count("best so far") == 1 and "a tie" not in page.text
+    (copied / "harness/cycle_01/accepted.txt").write_text("h0\n")              # of an earlier phase of this archive
+    page = Page(report.write_report(copied).read_text())
+    assert page.text.count("best so far") == 1 and "accepted h0" not in page.text
+
+
+def test_what_a_harness_says_in_the_models_name_is_shown():
+    forged = {"role": "assistant", "content": "I never said this"}
+    events = [{"request": {"type": "generate", "messages": [{"role": "user", "content": "q"}]},
+               "result": {"content": "a", "finish": "stop"}}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, forged]
+    events.append({"request": {"type": "generate", "messages": messages}, "result": {"content": "b", "finish": "length"}})
+    assert list(report.turns_of(events)) == [("user", "q", ""), ("model", "a", ""), ("assistant", "I never said this", ""),
+                                             ("model", "b", "cut: length")]
+
+
+def test_long_rollouts_are_cut_and_say_so(finished):
+    trace = json.loads(next(iter((finished / "rollouts").iterdir())).read_text().splitlines()[0])
+    trace["texts"] = [[["x" * 100_000, False], ["y" * 100_000, True]] * 40]
+    trace["events"] *= 500
+    view = report.view_of(trace)
+    assert sum(len(text) for sequence in view["texts"] for text, _ in sequence) < 3 * report.MAX_VIEW_CHARS
+    assert "more characters in the run's files" in view["texts"][0][-1][0]
+
+
 def test_a_figure_has_its_numbers_and_no_colour_of_its_own_for_text():
     svg = Figures("y", [Series("a <b>", [0, 10], [0.1, 0.4], [0.0, 0.3], [0.2, 0.5])], [], [(0, 5, "weight"), (5, 10, "harness")]
                   ).svg("narrow")
@@ -239,7 +274,15 @@ def test_a_figure_has_its_numbers_and_no_colour_of_its_own_for_text():
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 @pytest.mark.parametrize("width", [400, 1280])
-def test_in_a_real_browser_nothing_is_wider_than_the_screen(finished, tmp_path, width):
+def test_in_a_real_browser_nothing_is_wider_than_the_screen(finished, copied, tmp_path, width):
+    """Nor is a tree of harnesses, each made from the one before it."""
+    history = copied / "harness/cycle_01/history.jsonl"
+    rows = [json.loads(line) for line in history.read_text().splitlines()]
+    for i in range(20):
+        shutil.copytree(copied / "harness/cycle_01/h1", copied / f"harness/cycle_01/x{i}")
+        rows.append(rows[1] | {"name": f"x{i}", "parent": f"x{i - 1}" if i else "h1", "hypothesis": "w" * 300})
+    history.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finished = report.write_report(copied).parent
     page = tmp_path / "page.html"
     probe = "<script>document.title = JSON.stringify([innerWidth, document.documentElement.scrollWidth, document.querySelectorAll('svg').length])</script>"
     frame = tmp_path / "frame.html"                     # a frame, as the browser's own window has a least width
