@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import zip_longest
 
 import rollout
@@ -300,6 +301,7 @@ def beyond_prompts(source: str, h0: str) -> str:
     return ""
 
 
+@lru_cache(maxsize=1024)
 def program_of(source: str) -> str:
     """What two files share that differ in comments, layout and docstring only."""
     tree, why = parse_harness(source)
