@@ -29,6 +29,7 @@ done
 # .venv, once for each state of requirements.txt; the stamp is written last
 stamp=$root/.venv/requirements.installed
 if ! cmp -s "$root/requirements.txt" "$stamp"; then
+  [ ! -L "$root/.venv" ] || { echo "run.sh: $root/.venv is a link to an environment that was made for other requirements; it is not touched: remove the link" >&2; exit 1; }
   echo "setting up $root/.venv (once, one to three minutes: torch is large)"
   "$python" -m venv --clear "$root/.venv"
   "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt"

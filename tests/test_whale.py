@@ -379,6 +379,17 @@ def test_run_sh_names_the_right_words(word):
     assert done.returncode == 2 and "math" in done.stderr and "test" in done.stderr
 
 
+def test_another_checkouts_environment_is_not_wiped(tmp_path):
+    """A .venv that is a link, made for other requirements."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "precious").touch()
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").symlink_to(tmp_path / "venv")
+    done = subprocess.run(["bash", str(tmp_path / "run.sh"), "math"], capture_output=True, text=True)
+    assert done.returncode == 1 and "remove the link" in done.stderr and (tmp_path / "venv" / "precious").exists()
+
+
 def test_python_too_old(tmp_path):
     """A PATH whose only python is 3.9 is refused with the version wanted and the one found."""
     fake = tmp_path / "python3"
