@@ -25,6 +25,7 @@ from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
+REFRESH_S = 30                          # how often the page of a running run is written, and loads itself again
 MAX_CHARS = 4000                        # of one message on the page,
 MAX_VIEW_CHARS = 12_000                 # and of all messages of a rollout
 RATES = {"answered_frac": "format", "truncated_frac": "truncated", "tool_frac": "tool call",
@@ -132,13 +133,14 @@ def page_of(folder: Path, running: bool) -> dict:
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
+        "refresh_s": REFRESH_S,
         "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
         "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)],
         "best": best_of(evals),
         "rate_names": {key: name for key, name in RATES.items() if any(key in row for row in measured.values())},
         "svg": {size: figures.svg(size) for size in ("wide", "narrow")},
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
-        "n_training": evals[-1]["training_rollouts"], "minutes": sum(a["seconds"] for a in ledger.values()) / 60,
+        "n_training": metrics[-1]["training_rollouts"], "minutes": sum(a["seconds"] for a in ledger.values()) / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
         "cycles": cycles, "final_source": read_text(folder / summary["final_harness"]),
         "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],

@@ -17,6 +17,7 @@ Differs from the paper:
 """
 
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -29,7 +30,7 @@ from config import (
 from engine import TransformersEngine, weights_checksum
 from gates import ForbiddenText, beyond_prompts
 from harness_search import Candidate, Outcome, Search
-from report import write_report
+from report import REFRESH_S, write_report
 from rft import StepStats, Trainer
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
@@ -98,7 +99,7 @@ class Run:
         if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         check_disk(cfg)
-        self.version = code_version()
+        self.version, self.shown_at = code_version(), time.monotonic()
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
         self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
@@ -242,6 +243,7 @@ class Run:
         self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
         self.dir.clock("weight")
         self.dir.save()
+        self._show(least_s=REFRESH_S)
         failed = [trace for trace in traces if trace.status != "ok"]
         if len(failed) > cfg.max_failed_frac * len(traces):
             raise UsageError(f"{len(failed)} of {len(traces)} programs of {self.harness.name} failed "
@@ -295,6 +297,7 @@ class Run:
                      cycle=phase.cycle, iteration=self.n_iterations(phase), best=best.name, best_score=best_score.mean,
                      rule=phase.rule.why)
         self.dir.save()
+        self._show(least_s=REFRESH_S)
 
     def adopt_best(self, phase: sched.Phase, search: Search) -> None:
         """The archive's best is the harness from here on."""
@@ -347,6 +350,7 @@ class Run:
                      **{f"failure_{word}": count for word, count in sorted(failures.items())})
         if label == "base":
             self._save_all()
+            self.say(f"to watch: {self.dir.path / 'report.html'}")
 
     def finish_phase(self, phase: sched.Phase) -> None:
         """Notes the ledger, all of it from the run's start, and writes summary and report."""
@@ -385,10 +389,17 @@ class Run:
                                select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
                                version=self.version)
         self.dir.save()
+        self._show()
+
+    def _show(self, least_s: float = 0.0) -> None:
+        """Writes report.html, if the last time is so long ago."""
+        if time.monotonic() - self.shown_at < least_s:
+            return
         try:
             write_report(self.dir.path, running=not self.state.complete)
         except (UsageError, OSError) as error:                  # no reason to stop the run
             self.say(f"no report.html: {error}")
+        self.shown_at = time.monotonic()
         self.dir.clock("eval")
 
 

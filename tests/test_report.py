@@ -216,7 +216,9 @@ def test_a_running_run_is_said_to_be_running(copied):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, output = call("report", copied)
     assert code == 0 and "still running" in output and "still running" in (copied / "report.html").read_text()
+    assert '<meta http-equiv="refresh" content="30">' in (copied / "report.html").read_text()
     assert call("report", copied)[0] == 0
+    assert "http-equiv" not in (copied / "report.html").read_text()
     assert "the same command goes on" in (copied / "report.html").read_text()
 
 
