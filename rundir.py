@@ -60,8 +60,9 @@ class RunDir:
         self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
         path.mkdir(parents=True, exist_ok=True)
         self.lock = take_lock(path, "run")
-        for left in path.rglob("*.tmp"):                            # by a process that was killed
-            left.unlink(missing_ok=True)
+        for left in path.rglob("*.*.tmp"):                          # by a process that was killed
+            if left.is_file():
+                left.unlink(missing_ok=True)
         self._check_identity({"format": {"version": FORMAT}, **identity})
         state = path / "state.json"
         self.resumed = state.exists()

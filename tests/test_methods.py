@@ -359,6 +359,21 @@ def test_bad_flags(flags, tmp_path):
 
 
 
+def test_what_a_killed_process_left_is_cleared_and_no_more(tmp_path):
+    """Half-written files go; a half-written checkpoint is a folder, and its trainer sees to that."""
+    from rundir import RunDir, write_atomically
+
+    folder = tmp_path / "run"
+    for name in ("harness/cycle_01/h1/score.json.77.tmp", "state.json.12.tmp", "weights/step_000003.tmp/model.safetensors", "notes.tmp"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("half")
+    write_atomically(folder / "harness/cycle_01/h1/score.json", "whole")
+    RunDir(folder, {}).close()
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert {name for name in left if "tmp" in name} == {"weights/step_000003.tmp/model.safetensors", "notes.tmp"}
+    assert (folder / "harness/cycle_01/h1/score.json").read_text() == "whole"
+
+
 def test_without_git_a_run_names_its_version(monkeypatch):
     import config
 
