@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from config import ROOT, Config, check_schedule, rollout_budget
-from rundir import read_json
+from rundir import UsageError, read_json
 
 
 class ArmFailed(RuntimeError):
@@ -43,8 +43,11 @@ def plan_arms(cfg: Config, splits: dict, methods: list[str], schedules: list[tup
     variants = [(method, replace(cfg, method=method)) for method in methods] or [
         (f"{cfg.method} {epochs:g}:{iterations}", replace(cfg, epochs=epochs, iterations=iterations))
         for epochs, iterations in schedules]
-    for _, variant in variants:
+    for label, variant in variants:
         check_schedule(variant, len(splits["train"]), len(splits["harness"]))
+        cycle = rollout_budget(replace(variant, cycles=1, rollouts=0), len(splits["train"]), len(splits["harness"]))
+        if schedules and cycle > cfg.rollouts:
+            raise UsageError(f"--rollouts {cfg.rollouts}: one cycle of {label} takes {cycle}")
     folder = cfg.run_dir / "arms"
     return [Arm(label, replace(variant, seed=seed, out=str(folder), name=f"{label.replace(' ', '-')}-seed{seed}"))
             for seed in range(cfg.seed, cfg.seed + n_seeds) for label, variant in variants]

@@ -291,7 +291,7 @@ def command_compare(cfg: Config, methods: str, schedules: str, n_seeds: int, n_j
     folder.mkdir(parents=True, exist_ok=True)
     with take_lock(folder, "comparison"):
         note_request(folder, arms, identity, "schedules" if pairs else "methods",
-                     f"{name_machine(cfg.device)}; {n_jobs} arms at once, {n_threads} threads each")
+                     f"{name_machine(cfg.device)}; {n_jobs} at once, torch threads each: {n_threads}")
         if any(arm.complete for arm in arms):
             write_comparison(folder, running=True)              # refuses arms that differ before more are run
         try:

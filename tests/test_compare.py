@@ -169,7 +169,7 @@ def test_a_comparison_with_other_settings_is_refused(done):
     (["--methods", "whale,magic"], "magic"), (["--methods", "whale,whale"], "twice"), (["--schedules", "0.2"], "E:I"),
     (["--schedules", "0.2:x"], "0.2:x"), (["--schedules", "0.0001:2"], "less than a step"), (["--seeds", "0"], "--seeds"),
     (["--methods", "whale", "--schedules", "0.2:2"], "not both"), (["--rollouts", "-1"], "--rollouts"), (["--schedules", "0.2:0"], "0.2:0"),
-    (["--schedules", "0.2:2", "--method", "adaptive"], "adaptive"),
+    (["--schedules", "0.2:2", "--method", "adaptive"], "adaptive"), (["--schedules", "0.0625:3,1.0:10"], "whale 1:10 takes"),
 ])
 def test_bad_requests(flags, words, tmp_path):
     code, output = call("compare", "math", *flags, "--out", tmp_path)
@@ -189,13 +189,13 @@ def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path):
 
 
 def test_schedules_are_compared_to_one_budget(tmp_path):
-    code, output = call("compare", "math", *SMALL, "--schedules", "0.05:2,0.025:3", "--seeds", "1", "--rollouts", "240", "--out", tmp_path)
+    code, output = call("compare", "math", *SMALL, "--schedules", "0.05:2,0.025:2", "--seeds", "1", "--rollouts", "360", "--out", tmp_path)
     assert code == 0, output
     results = content(tmp_path / "compare-math-schedules")
-    assert [arm["label"] for arm in results["arms"]] == ["whale 0.05:2", "whale 0.025:3"]
-    assert all(240 - 24 < arm["training_rollouts"] <= 240 for arm in results["arms"])
+    assert [arm["label"] for arm in results["arms"]] == ["whale 0.05:2", "whale 0.025:2"]
+    assert all(360 - 64 < arm["training_rollouts"] <= 360 for arm in results["arms"])
     spans = [[kind for _, _, kind in arm["phases"]] for arm in results["arms"]]
-    assert spans[0][0] == "weight" and spans[1][:2] == ["weight", "harness"]
+    assert spans[0] == ["weight", "harness"] and spans[1] == ["weight", "harness", "weight"]
 
 
 # ---- the interval ---------------------------------------------------------------------------------------------------
