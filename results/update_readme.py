@@ -44,8 +44,8 @@ def blocks() -> dict[str, str]:
 
 def write(readme: str) -> str:
     for name, text in blocks().items():
-        readme, n = re.subn(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)",
-                            lambda match, text=text: match[1] + text + match[2], readme, flags=re.DOTALL)
+        readme, n = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+                            lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL)
         if n != 1:
             raise SystemExit(f"README.md must hold <!-- {name} --> and <!-- /{name} --> once, not {n} times")
     return readme
