@@ -133,7 +133,7 @@ def page_of(folder: Path, running: bool) -> dict:
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
-        "refresh_s": REFRESH_S,
+        "refresh_s": REFRESH_S, "model": "/".join(Path(config["model"]).parts[-2:]),
         "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
         "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)],
         "best": best_of(evals),
