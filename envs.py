@@ -193,7 +193,7 @@ class SearchEnv(Env):
             text = cut_text(found.text, use.request["max_tokens"], tokenizer)
             documents.append({"title": found.title, "text": text + " ..." * (text != found.text)})
         output = "\n".join(f"[{i}] {d['title']}: {d['text']}" for i, d in enumerate(documents, start=1))
-        use.state.extend(passage for document in documents for passage in document.values())
+        use.state.extend([passage for document in documents for passage in document.values()] or [""])     # a search
         return {"output": output or "No passage found.", "ok": bool(documents), "details": {"documents": documents}}
 
     def count(self, task: Task, events: list[dict]) -> dict[str, tuple[int, int]]:

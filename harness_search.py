@@ -286,7 +286,7 @@ def history_row(outcome: Outcome) -> str:
     return json.dumps({key: value for key, value in row.items() if key not in ("source", "seconds", "key")}) + "\n"
 
 
-def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool) -> str:
+def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool = False) -> str:
     rule = ("\nThis search is restricted: a candidate may differ from h0 in the text of SYSTEM_PROMPT and USER_PROMPT "
             "only,\neach one plain string. Any other difference is refused.\n" if prompts_only else "")
     return f"""# Your task: better harnesses for `{env.name}`

@@ -6,7 +6,7 @@
 #   bash run.sh search | chess           the same on the other two domains (about 4 minutes each)
 #   bash run.sh compare math             all methods, three seeds, the same budget: a table and a figure (about 35 minutes)
 #   bash run.sh report RUN               rebuilds a run's report.html
-#   bash run.sh test [pytest flags]      the tests (about 5 minutes)
+#   bash run.sh test [pytest flags]      the tests (about 8 minutes)
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 

@@ -115,8 +115,7 @@ def test_killed_and_resumed_gives_the_same_table(done, tmp_path, moment):
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()                                   # ends only when the arms, which hold its output, have ended
-    assert not (folder / f"arms/whale-seed{seed}/summary.json").exists() or not json.loads(
-        (folder / f"arms/whale-seed{seed}/summary.json").read_text())["complete"]
+    assert not json.loads((folder / f"arms/whale-seed{seed}/state.json").read_text())["complete"]
     code, output = call(*FLAGS, "--out", tmp_path)
     assert code == 0 and content(folder) == content(done), output
     ours, theirs = ((where / "table.md").read_text() for where in (folder, done))
@@ -125,18 +124,23 @@ def test_killed_and_resumed_gives_the_same_table(done, tmp_path, moment):
 
 def test_what_is_finished_is_shown_while_the_rest_is_missing(done, tmp_path):
     folder = Path(shutil.copytree(done, tmp_path / "compare-math"))
-    (folder / "arms/weight-seed4/summary.json").unlink()
+
+    def stop(name: str) -> None:
+        state = folder / "arms" / name / "state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
+
+    stop("weight-seed4")
     code, output = call("report", folder)
     results = content(folder)
     assert code == 0 and results["missing"] == ["weight-seed4"] and len(results["arms"]) == 3, output
     assert "Not finished: weight-seed4" in (folder / "table.md").read_text()
     for name in ("whale-seed3", "whale-seed4"):
-        (folder / f"arms/{name}/summary.json").unlink()
+        stop(name)
     assert call("report", folder)[0] == 0 and compare.differences(content(folder), "final") == {}
     (folder / "arms/weight-seed3/state.json").write_text('{"a": [1]}')
     code, output = call("report", folder)
     assert code == 2 and str(folder) in output and "Traceback" not in output
-    (folder / "arms/weight-seed3/summary.json").unlink()
+    (folder / "arms/weight-seed3/state.json").unlink()
     code, output = call("report", folder)
     assert code == 2 and "no arm is finished" in output
     assert "weight-seed4" in (folder / "report.html").read_text()
