@@ -17,6 +17,9 @@ from config import ROOT, Config, check_schedule, rollout_budget
 from rundir import UsageError, read_json
 
 
+LIBC = ctypes.CDLL(None)
+
+
 class ArmFailed(RuntimeError):
     """An arm ended without its result; the others are finished and kept."""
 
@@ -105,7 +108,7 @@ def start_arm(arm: Arm, n_threads: int) -> subprocess.Popen:
 
 def _die_with_parent() -> None:
     """Killed, we leave no arm behind that would hold its directory (prctl PR_SET_PDEATHSIG, Linux)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    LIBC.prctl(1, signal.SIGKILL)
 
 
 def log_of(arm: Arm) -> Path:

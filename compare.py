@@ -90,14 +90,18 @@ def differing_settings(before: dict[str, dict], now: dict[str, dict]) -> list[st
 def labels_of(results: dict) -> list[str]:
     """Of the finished arms, in the order in which they were asked for, the one that others are compared with first."""
     there = {arm["label"] for arm in results["arms"]}
-    first = "whale" if "whale" in results["labels"] else results["labels"][0]
-    return [label for label in dict.fromkeys([first, *results["labels"]]) if label in there]
+    return [label for label in dict.fromkeys([reference_of(results), *results["labels"]]) if label in there]
+
+
+def reference_of(results: dict) -> str:
+    """The label that the others are compared with."""
+    return "whale" if "whale" in results["labels"] else results["labels"][0]
 
 
 def differences(results: dict, which: str) -> dict[str, dict]:
     """By label: the first one less it, paired by seed and task: mean, ci95, and each seed's mean."""
     by_arm = {(arm["label"], arm["seed"]): arm for arm in results["arms"]}
-    first = "whale" if "whale" in results["labels"] else results["labels"][0]
+    first = reference_of(results)
     others = [label for label in labels_of(results) if label != first]
     n = results["settings"]["config"]["n_eval"]
     found = {}
@@ -241,23 +245,23 @@ def name_machine(device: str) -> str:
 
 
 def add_flags(parser) -> None:
-    parser.add_argument("--methods", default="", help=f"comma-separated, of {', '.join(METHODS)}; default: all")
-    parser.add_argument("--schedules", default="", help='E:I,E:I ...: schedules of one --method, in place of --methods')
+    parser.add_argument("--methods", help=f"comma-separated, of {', '.join(METHODS)}; default: all")
+    parser.add_argument("--schedules", help='E:I,E:I ...: schedules of one --method, in place of --methods')
     parser.add_argument("--seeds", type=int, default=3, help="how many, from --seed on")
     parser.add_argument("--jobs", type=int, default=0, help="arms at once; default: one a core, on a GPU one")
 
 
-def read_variants(methods: str, schedules: str) -> tuple[list[str], list[tuple[float, int]]]:
-    if methods and schedules:
+def read_variants(methods: str | None, schedules: str | None) -> tuple[list[str], list[tuple[float, int]]]:
+    if methods is not None and schedules is not None:
         raise UsageError("give --methods or --schedules, not both")
     try:
         pairs = [(float(epochs), int(iterations)) for epochs, _, iterations in
-                 (pair.partition(":") for pair in schedules.split(",") if schedules)]
+                 (pair.partition(":") for pair in (schedules.split(",") if schedules is not None else []))]
         if min([x for pair in pairs for x in pair], default=1) <= 0:
             raise ValueError
     except ValueError:
         raise UsageError(f"--schedules {schedules}: must be E:I,E:I ..., such as 0.2:2,0.6:6") from None
-    names = [name for name in methods.split(",") if name] or ([] if schedules else list(METHODS))
+    names = methods.split(",") if methods is not None else [] if pairs else list(METHODS)
     if wrong := [name for name in names if name not in METHODS]:
         raise UsageError(f"--methods {','.join(wrong)}: the methods are {', '.join(METHODS)}")
     if len(set(names)) < len(names) or len(set(pairs)) < len(pairs):
@@ -265,7 +269,7 @@ def read_variants(methods: str, schedules: str) -> tuple[list[str], list[tuple[f
     return names, pairs
 
 
-def command_compare(cfg: Config, methods: str, schedules: str, n_seeds: int, n_jobs: int) -> int:
+def command_compare(cfg: Config, methods: str | None, schedules: str | None, n_seeds: int, n_jobs: int) -> int:
     if n_seeds < 1 or n_jobs < 0:
         raise UsageError(f"--seeds {n_seeds} --jobs {n_jobs}: at least 1 (--jobs 0: one a core)")
     names, pairs = read_variants(methods, schedules)

@@ -250,6 +250,8 @@ def test_a_table_of_results_that_differ_in_seeds_pairs_only_what_is_there():
 
 
 def test_read_variants():
-    assert compare.read_variants("", "")[0] == list(compare.METHODS) and compare.read_variants("", "0.2:6,1:10")[1] == [(0.2, 6), (1.0, 10)]
-    with pytest.raises(UsageError, match="methods are"):
-        compare.read_variants("wahle", "")
+    assert compare.read_variants(None, None)[0] == list(compare.METHODS)
+    assert compare.read_variants(None, "0.2:6,1:10") == ([], [(0.2, 6), (1.0, 10)])
+    for methods, schedules, words in (("wahle", None, "methods are"), ("", None, "methods are"), ("whale,", None, "methods are"), (None, "", "E:I")):
+        with pytest.raises(UsageError, match=words):
+            compare.read_variants(methods, schedules)
