@@ -72,6 +72,7 @@ def run_arms(arms: list[Arm], n_jobs: int, n_threads: int, on_end: Callable[[], 
                     arm = todo.pop(0)
                     running[arm] = start_arm(arm, n_threads)
                     bars[arm] = progress.add_task(arm.folder.name, total=arm.cfg.rollouts)
+                    console.print(f"{arm.folder.name}: started; its log: {log_of(arm)}")
                 for arm, process in list(running.items()):
                     if console.is_terminal:
                         progress.update(bars[arm], completed=n_spent(arm))

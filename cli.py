@@ -14,11 +14,13 @@
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
+import re
 import sys
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import Field, asdict, fields
 from pathlib import Path
 
 import compare
@@ -27,11 +29,11 @@ import report
 import retriever
 import rollout
 from arms import ArmFailed
-from config import CHOICES, DOMAIN_PRESETS, PRESETS, Config, load_splits, read_file, rollout_config, train_config
+from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
 from engine import ModelError, TransformersEngine
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
-from gates import ForbiddenText, check_harness
+from gates import ForbiddenText, check_harness, parse_harness
 from harness_search import SearchError
 from jail import LAYERS
 from rft import CheckpointError
@@ -51,14 +53,26 @@ EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 def add_config_flags(parser: argparse.ArgumentParser, domain: str | None = None) -> None:
     """One flag a field of Config; a flag that is not given keeps the preset's value."""
+    meanings = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for knob in fields(Config):
         if knob.name == "domain":
             if domain is None:
                 parser.add_argument("domain", choices=CHOICES["domain"])
             continue
         kind = {"int": int, "float": float, "str": str, "bool": parse_bool}[getattr(knob.type, "__name__", knob.type)]
+        says = [meanings.get(knob.name, ""), *(f"{name}: {value}" for name, value in preset_values(knob).items())]
         parser.add_argument("--" + knob.name.replace("_", "-"), type=kind, default=None, choices=CHOICES.get(knob.name),
-                            help=f"default {knob.default!r}" if knob.default != "" else None)
+                            help="; ".join(filter(None, says)).replace("%", "%%"))
+
+
+def preset_values(knob: Field) -> dict[str, object]:
+    """A knob's value in each preset, and where a domain differs."""
+    values = {name: preset.get(knob.name, knob.default) for name, preset in PRESETS.items()}
+    values |= {f"{name} {domain}": preset[knob.name] for (name, domain), preset in DOMAIN_PRESETS.items()
+               if knob.name in preset}
+    values = {name: str(value).replace(f"{ROOT}/", "") for name, value in values.items()}
+    return {"default": values["tiny"]} if len(set(values.values())) == 1 and values["tiny"] else \
+        {name: value for name, value in values.items() if value}
 
 
 def parse_bool(text: str) -> bool:
@@ -123,7 +137,11 @@ def open_parts(args: argparse.Namespace):
 
 
 def command_eval(args: argparse.Namespace) -> int:
+    if args.n < 1:
+        raise UsageError(f"--n {args.n}: must be at least 1")
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
+    if why := parse_harness(source)[1]:
+        raise UsageError(f"--harness {cfg.harness}: {why}")
     tasks, n = splits[args.split], args.n
     with sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
         traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,

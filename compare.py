@@ -201,8 +201,11 @@ def notes_on(results: dict) -> list[str]:
     """What must be known to read the tables."""
     n = results["rollouts"]
     off = [f"{arm['name']} ({arm['training_rollouts']:,})" for arm in results["arms"] if arm["training_rollouts"] != n]
+    n_seeds = max(sum(arm["label"] == label for arm in results["arms"]) for label in labels_of(results))
+    few = "one seed, so they say nothing of how seeds differ" if n_seeds == 1 else \
+        f"only {n_seeds} seeds, so they are too narrow where seeds differ much" if n_seeds < 10 else f"{n_seeds} seeds"
     return [f"The best is chosen on {chosen_on(results)}; of more evaluations, it is higher by chance.",
-            "Intervals are 95 %, bootstrapped over seeds and tasks; with three seeds they are narrow.",
+            f"Intervals are 95 %, bootstrapped over seeds and tasks: of {few}.",
             *[f"Not at {n:,} training rollouts ended: {', '.join(off)}."] * bool(off)]
 
 
@@ -271,7 +274,7 @@ def read_variants(methods: str | None, schedules: str | None) -> tuple[list[str]
 
 def command_compare(cfg: Config, methods: str | None, schedules: str | None, n_seeds: int, n_jobs: int) -> int:
     if n_seeds < 1 or n_jobs < 0:
-        raise UsageError(f"--seeds {n_seeds} --jobs {n_jobs}: at least 1 (--jobs 0: one a core)")
+        raise UsageError(f"--seeds {n_seeds}: at least 1" if n_seeds < 1 else f"--jobs {n_jobs}: at least 0")
     names, pairs = read_variants(methods, schedules)
     if cfg.finish == "harness":
         raise UsageError("--finish harness spends beyond the budget, so it is not for comparisons")
@@ -298,6 +301,8 @@ def command_compare(cfg: Config, methods: str | None, schedules: str | None, n_s
                      f"{name_machine(cfg.device)}; {n_jobs} at once, torch threads each: {n_threads}")
         if any(arm.complete for arm in arms):
             write_comparison(folder, running=True)              # refuses arms that differ before more are run
+        console.print(f"{len(arms)} arms to {arms[0].cfg.rollouts:,} training rollouts each, {n_jobs} at once; after "
+                      f"each, the tables: {folder / 'report.html'}", soft_wrap=True)
         try:
             run_arms(arms, n_jobs, n_threads, show_so_far)
         except ArmFailed:

@@ -17,7 +17,7 @@ class Mechanism:
     """One thing that a harness can do about some kinds of failure (words of Trace.failure)."""
     name: str
     cures: str
-    claim: str                          # for the hypothesis: "<counted failures>; <claim>, at most half as many will"
+    claim: str                          # for the hypothesis: "<counted failures>; <claim>, at most half are left"
     n_extra_calls: int = 0              # model calls that it needs beyond h0's two
     group: str = ""                     # a harness has at most one mechanism of a group
     prompt: bool = False                # changes h0's two prompts and nothing else

@@ -83,7 +83,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
             goal = "does not fall below" if removed else "rises above"
             return f"{origin}{claim}, the mean reward {goal} {best.score.mean:.3f}"
         counts, half = ", ".join(f"{n} {SAID[word]}" for word, n in cited.items()), sum(cited.values()) // 2
-        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {half} will"
+        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {half} are left"
 
     taken = {program_of(outcome.candidate.source) for outcome in request.history}
     used: set[str] = set()                                          # mechanisms that this iteration has tried

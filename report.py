@@ -100,7 +100,8 @@ def read_metrics(path: Path, n_bytes: int) -> list[dict]:
 def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
     """-> config, state and the finished rows of metrics.jsonl."""
     if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is no run directory: it has no config.json")
+        raise UsageError(f"{folder} is no run directory: " + ("it has no config.json" if folder.exists() else "no such "
+                         "directory"))
     config = read_json(folder / "config.json")
     if (found := config.get("format", {}).get("version")) != FORMAT:
         summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
@@ -126,6 +127,7 @@ def page_of(folder: Path, running: bool) -> dict:
     for number, point in enumerate(evals):
         measured[number] = rows[point["label"]] if "n" in rows[point["label"]] else measured[number - 1]
     ledger = {kind: {what: state["ledger"][kind].get(what, 0) for what in AMOUNTS} for kind in LEDGER}
+    ledger["all"] = {what: sum(amounts[what] for amounts in ledger.values()) for what in AMOUNTS}
     figures = figure_of(config, state, metrics)
     first = next(iter(sorted(folder.glob("harness/*/h0/harness.py"))), None)
     cycles = [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
@@ -140,7 +142,7 @@ def page_of(folder: Path, running: bool) -> dict:
         "rate_names": {key: name for key, name in RATES.items() if any(key in row for row in measured.values())},
         "svg": {size: figures.svg(size) for size in ("wide", "narrow")},
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
-        "n_training": metrics[-1]["training_rollouts"], "minutes": sum(a["seconds"] for a in ledger.values()) / 60,
+        "n_training": metrics[-1]["training_rollouts"], "minutes": ledger["all"]["seconds"] / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
         "cycles": cycles, "final_source": read_text(folder / summary["final_harness"]),
         "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],

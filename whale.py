@@ -28,7 +28,7 @@ from config import (
     ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
     load_splits, n_steps, open_judge, read_file, rollout_budget, rollout_config, train_config)
 from engine import TransformersEngine, weights_checksum
-from gates import ForbiddenText, beyond_prompts
+from gates import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
 from report import REFRESH_S, write_report
 from rft import StepStats, Trainer
@@ -94,6 +94,8 @@ class Run:
         self.cfg = cfg
         self.env, splits = load_splits(cfg)
         self.h0 = read_file(cfg.harness or str(self.env.h0))
+        if why := parse_harness(self.h0)[1]:
+            raise UsageError(f"--harness {cfg.harness}: {why}")
         self.train, self.harness_tasks, self.test = splits["train"], splits["harness"], splits["test"]
         check_schedule(cfg, len(self.train), len(self.harness_tasks))
         if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):

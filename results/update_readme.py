@@ -1,4 +1,4 @@
-"""Writes the README's result tables from results/DOMAIN/results.json, and takes new results in.
+"""Writes the README's tables, and table.md of each domain, from results/DOMAIN/results.json; takes new results in.
 
     .venv/bin/python results/update_readme.py runs/compare-math runs/compare-search       takes these in, then writes
     .venv/bin/python results/update_readme.py                                             writes
@@ -55,7 +55,10 @@ if __name__ == "__main__":
     for folder in map(Path, sys.argv[1:]):
         target = RESULTS / json.loads((folder / "results.json").read_text())["domain"]
         target.mkdir(exist_ok=True)
-        for name in ("results.json", "table.md", "curves.png"):
+        for name in ("results.json", "curves.png"):
             shutil.copy(folder / name, target / name)
+    for domain in DOMAINS:
+        results = json.loads((RESULTS / domain / "results.json").read_text())
+        (RESULTS / domain / "table.md").write_text(compare.markdown(results, compare.tables_of(results)))
     path = RESULTS.parent / "README.md"
     path.write_text(write(path.read_text()))

@@ -621,7 +621,7 @@ def test_slots_follow_the_counted_failures(tmp_path):
         assert candidate.parent == "h0" and "of 256 rollouts of h0" in candidate.hypothesis
         cited = {word for name in candidate.mechanisms for word in KNOWN[name].cures.split()}
         total = sum(FAILURES.get(word, 0) for word in cited)
-        assert candidate.hypothesis.endswith(f"at most {total // 2} will")
+        assert candidate.hypothesis.endswith(f"at most {total // 2} are left")
         assert all(f"{FAILURES[word]} {mechanisms.SAID[word]}" in candidate.hypothesis for word in cited if word in FAILURES)
 
 

@@ -250,12 +250,23 @@ def test_nothing_to_learn_from_stops_with_a_reason(tmp_path):
     (["eval", "math", "--harness", "/nowhere.py"], "/nowhere.py"),
     (["sandbox", "/nowhere.py"], "/nowhere.py"),
     (["verify", "math"], "--cases"),
+    (["eval", "math", "--n", "0"], "--n 0"),
+    (["eval", "math", "--harness", str(ROOT / "README.md")], "does not parse"),
+    (["math", "--harness", str(ROOT / "cli.py")], "SYSTEM_PROMPT must be set"),
     (["verify", "math", "--reply-file", str(ROOT / "README.md")], "--reference"),
     (["verify", "math", "--cases", "/nowhere.jsonl"], "/nowhere.jsonl"),
 ])
 def test_a_bad_request_says_what_is_wrong(tmp_path, args, said):
     code, output = call(*args, *(["--out", tmp_path] if args[0] == "math" else []))
     assert code in (1, 2) and said in output and "Traceback" not in output
+
+
+def test_help_says_what_a_knob_is_and_its_value_in_each_preset():
+    code, output = call("math", "--help")
+    text = " ".join(output.split())
+    assert code == 0 and "paper: 1e-07; tiny: 0.001; tiny search: 0.0005; tiny chess: 0.0005" in text
+    assert "harness iterations a cycle; the first scores the incoming harness; paper: 6; tiny: 3" in text
+    assert "model calls a rollout, hard cap" in text and str(ROOT) not in text
 
 
 @pytest.mark.parametrize("row, said", [
