@@ -25,6 +25,7 @@ from pathlib import Path
 
 import compare
 import data
+import export
 import report
 import retriever
 import rollout
@@ -217,6 +218,11 @@ def command_report(args: argparse.Namespace) -> int:
     return 0
 
 
+def command_export(args: argparse.Namespace) -> int:
+    show(args, export.export_run(Path(args.run), Path(args.out), args.which, args.dtype))
+    return 0
+
+
 def show(args: argparse.Namespace, result: dict) -> None:
     """One JSON object and nothing else with --json; a line a key otherwise."""
     if args.json:
@@ -248,6 +254,8 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_flags(sub)
     page = word("report", command_report, help="rebuild report.html from a run's files")
     page.add_argument("run", nargs="+", metavar="RUN", help="the directory of a run or of a comparison")
+    out = word("export", command_export, help="a run's model and harness as a Hugging Face folder")
+    export.add_flags(out)
     sub = word("eval", command_eval, help="mean@n of one harness and one model")
     add_config_flags(sub)
     sub.add_argument("--split", choices=("train", "harness", "test"), default="test")
@@ -267,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
         verify.add_argument(flag, help=meaning)
     data.add_flags(word("data", data.command_data, help="write the paper's splits"))
     retriever.add_flags(word("retriever", retriever.command_retriever, help="serve a corpus"))
-    for command in (sub, check, box, verify):
+    for command in (sub, check, box, verify, out):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
