@@ -97,7 +97,7 @@ def put_back(text: torch.nn.Module, whole: torch.nn.Module) -> None:
 def model_card(config: dict, summary: dict, point: dict, which: str, dtype: str, changed: float) -> str:
     """Its numbers are those of the run's own files."""
     local = Path(config["model"]).exists()
-    base = Path(config["model"]).name if local else config["model"]
+    base = "/".join(Path(config["model"]).parts[-2:])
     lines = ["---", *([] if local else [f"base_model: {base}"]), "library_name: transformers",
              "pipeline_tag: text-generation", "tags: [whale, rejection-sampling-fine-tuning]", "---", "",
              f"# {base}, trained with WHALE on {config['domain']}", "",
