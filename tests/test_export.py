@@ -19,14 +19,6 @@ from small import SMALL, call, call_json
 MODEL = ROOT / "embedded" / "model"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    code, output = call("math", *SMALL, "--out", out, "--name", "run")
-    assert code == 0, output
-    return out / "run"
-
-
 def test_an_exported_agent_scores_what_the_run_says(finished, tmp_path):
     """Model and harness from OUT, the run's test tasks and seeds: the very number of the final evaluation."""
     code, output = call("export", finished, "--out", tmp_path / "agent", "--dtype", "float32")

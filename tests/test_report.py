@@ -17,14 +17,6 @@ from small import SMALL, call
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</pre></details>{{ 7 * 7 }}\x00\ud800"
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("runs")
-    code, output = call("math", *SMALL, "--out", out, "--name", "run")
-    assert code == 0, output
-    return out / "run"
-
-
 @pytest.fixture
 def copied(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
