@@ -31,7 +31,7 @@ import retriever
 import rollout
 from arms import ArmFailed
 from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
-from engine import ModelError, TransformersEngine
+from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
 from gates import ForbiddenText, check_harness, parse_harness
@@ -47,7 +47,7 @@ from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
 from stats import bootstrap_ci
-from whale import Run, task_means, train_whale
+from whale import Run, open_engine, task_means, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -91,11 +91,13 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0), ("patience_iterations", 1),
+                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0), ("patience_iterations", 1),
                         ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
     check_layers(cfg.waived_layers)
+    if (cfg.engine == "server") != bool(cfg.urls):
+        raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
     try:
         rollout_config(cfg)
         train_config(cfg)
@@ -132,7 +134,7 @@ def open_parts(args: argparse.Namespace):
     env, splits = load_splits(cfg)
     source = read_file(cfg.harness or str(env.h0))
     env.open()
-    engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
+    engine = open_engine(cfg)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
 
@@ -144,7 +146,7 @@ def command_eval(args: argparse.Namespace) -> int:
     if why := parse_harness(source)[1]:
         raise UsageError(f"--harness {cfg.harness}: {why}")
     tasks, n = splits[args.split], args.n
-    with sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
+    with closing(engine), sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
         traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,
                              lambda trace: advance())
     means = task_means(traces, n)
@@ -169,7 +171,7 @@ def judged(env) -> dict:
 def command_check_harness(args: argparse.Namespace) -> int:
     args.harness = args.file
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
-    with sandbox:
+    with closing(engine), sandbox:
         probes = check_harness(source, env, engine, sandbox, splits["harness"][:8],
                                ForbiddenText([task for tasks in splits.values() for task in tasks]), rollout_cfg,
                                (cfg.seed, "check"))
@@ -284,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.command(args)
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
+    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
         print(f"run.sh: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED

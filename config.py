@@ -88,7 +88,12 @@ class Config:
     head_chunk_tok: int = 1024
     autocast_bf16: bool = True
     # machinery
+    engine: str = "vllm"                    # what samples: transformers, vllm, server
     device: str = "cpu"
+    tp: int = 1                             # vllm: GPUs an engine
+    gpu_memory_frac: float = 0.5            # vllm: of a GPU's memory while it samples; the trainer has the rest
+    urls: str = ""                          # server: comma-separated URLs of vLLM or OpenAI-compatible servers
+    share: str = ""                         # server: a folder that they see too, for weights; "": in the run directory
     proposer: str = "rules"
     waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
     track: str = ""                         # wandb, trackio or tensorboard: a live copy of metrics.jsonl
@@ -108,19 +113,21 @@ PRESETS = {
         model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
         patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=4096, autocast_bf16=False),
+        micro_tok=4096, autocast_bf16=False, engine="transformers"),
 }
 DOMAIN_PRESETS = {                          # where a domain differs
     ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
     ("tiny", "search"): dict(epochs=0.3125, patience_epochs=0.09375, prompt_batch=64, lr=5e-4),
     ("tiny", "chess"): dict(epochs=1.25, patience_epochs=0.375, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
 }
-CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules",), "method": sched.METHODS,
+CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
+           "preset": tuple(PRESETS), "proposer": ("rules",), "method": sched.METHODS,
            "select": ("test", "harness-set"), "finish": ("budget", "harness"),
            "track": ("", "wandb", "trackio", "tensorboard")}
 PROPOSERS = {"rules": propose_by_rules}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
-FREE_ON_RESUME = {"out", "name", "n_workers", "track"}     # they change no result; nor does the address of a server
+# these change no result, nor does the address of a server
+FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share"}
 
 
 def train_config(cfg: Config) -> TrainConfig:

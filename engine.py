@@ -1,7 +1,8 @@
 """Serves the model token-in/token-out: prompts as ids go in, sampled ids come out, and no text is ever re-tokenised.
 
 The Engine contract (all engines): `submit(id, prompt_ids, params)` at any time, `step() -> finished completions`,
-`load_weights(named tensors, version)`, `sleep()` / `wake()`. One `step` samples one token for every running request.
+`load_weights(named tensors, version)`, `sleep()` / `wake()`, `close()`. `exact` says whether the same requests are
+always answered with the same tokens. Here, one `step` samples one token for every running request.
 
 `TransformersEngine` runs where there is no GPU. It is a continuous batch over one preallocated key/value cache: every
 request owns a row (slot) of it from its first token to its last, rows have their own lengths, and a finished row is
@@ -31,6 +32,10 @@ disable_progress_bar()          # "Loading weights" would interrupt the run's ow
 
 ADMIT_EVERY = 8         # steps between prefills while more than half of the rows run
 PREFILL_TOK = 8192      # padded tokens a prefill pass
+
+
+class EngineDied(RuntimeError):
+    """The engine's process or server ended, failed or fell silent; the message holds its last words."""
 
 
 class ModelError(ValueError):
@@ -64,10 +69,31 @@ def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """sha256 of a weight's bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
 def untied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """name -> live tensor; a tied tensor once, under the name that checkpoints use."""
     tied = model.all_tied_weights_keys                              # {tied name: name in the checkpoint}
     return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def check_names(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tensor]) -> None:
+    """ModelError unless `given` has exactly the weights of these names and shapes."""
+    if shapes.keys() != given.keys():
+        raise ModelError(f"weights do not match: missing {sorted(shapes.keys() - given.keys())[:5]}, "
+                         f"unknown {sorted(given.keys() - shapes.keys())[:5]}")
+    for name, tensor in given.items():
+        if tuple(shapes[name]) != tuple(tensor.shape):
+            raise ModelError(f"weights do not match: {name} is {tuple(shapes[name])}, got {tuple(tensor.shape)}")
+
+
+def stop_ids_of(model: torch.nn.Module, tokenizer) -> set[int]:
+    """The tokens that end a completion, as tokenizer and generation_config.json name them."""
+    stops = model.generation_config.eos_token_id if model.generation_config else None
+    return {tokenizer.eos_token_id} | set([stops] if isinstance(stops, int) else stops or [])
 
 
 def locate(model: str) -> dict[str, str]:
@@ -200,6 +226,9 @@ class SlotCache:
 class TransformersEngine:
     """The Engine contract over a transformers causal LM whose layers are all (full or sliding) attention."""
 
+    takes_weights = True
+    exact = True                            # the same requests in the same order are answered with the same tokens
+
     def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cpu",
                  dtype: torch.dtype = torch.float32):
         self.tokenizer = load_tokenizer(model)
@@ -211,8 +240,7 @@ class TransformersEngine:
         self.window = config.sliding_window if "sliding_attention" in kinds else None
         self.device, self.n_rows = device, n_rows
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", max_len))
-        stops = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        self.stop_ids = {self.tokenizer.eos_token_id} | set([stops] if isinstance(stops, int) else stops or [])
+        self.stop_ids = stop_ids_of(self.model, self.tokenizer)
         self.version = 0
         self.n_steps = 0
         self._forget()
@@ -253,18 +281,16 @@ class TransformersEngine:
         return finished
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replaces all weights. A name or shape that does not match raises, and nothing cached under the old weights
-        is used again. Call it when idle."""
+        """Replaces all weights, and proves it: EngineDied if what the engine then holds is not what was given. A name
+        or shape that does not match raises, and nothing cached under the old weights is used again. Only when idle."""
         if not self.idle:
             raise RuntimeError("load_weights while requests are running would mix two policies in one completion")
         own, given = untied_weights(self.model), dict(named)
-        if own.keys() != given.keys():
-            raise ModelError(f"weights do not match: missing {sorted(own.keys() - given.keys())[:5]}, "
-                             f"unknown {sorted(given.keys() - own.keys())[:5]}")
+        check_names({name: tensor.shape for name, tensor in own.items()}, given)
         for name, tensor in given.items():
-            if own[name].shape != tensor.shape:
-                raise ModelError(f"weights do not match: {name} is {tuple(own[name].shape)}, got {tuple(tensor.shape)}")
             own[name].copy_(tensor)
+        if self.checksum() != weights_checksum((name, tensor.to(own[name].dtype)) for name, tensor in given.items()):
+            raise EngineDied("the engine does not hold the weights that it was given")
         self.version = version
         self._forget()
 
@@ -287,6 +313,9 @@ class TransformersEngine:
     def reset(self) -> None:
         """Forgets all requests and cached rows, so that what follows does not depend on what went before."""
         self._forget()
+
+    def close(self) -> None:
+        """Nothing to end: it lives in this process."""
 
     # ---- inside ----
 

@@ -4,9 +4,10 @@
 there are no waves. A program's requests and their results are its trace; the ids that were sampled, and only they,
 carry loss (`Trace.sequences`).
 
-The batch does not depend on the clock: the next request of a program joins a fixed number of engine steps after its
-last reply, and the engine waits if a program or tool is not done by then. So tool time is hidden behind sampling, and
-the same seeds give the same tokens whatever the load of the machine and the number of sandbox workers.
+With an exact engine the batch does not depend on the clock: the next request of a program joins a fixed number of
+engine steps after its last reply, and the engine waits if a program or tool is not done by then. So tool time is hidden
+behind sampling, and the same seeds give the same tokens whatever the load of the machine and the number of sandbox
+workers. An engine that is not exact (vLLM) could not keep that promise anyway, so it samples on while a tool is late.
 
 Differs from the paper: nothing that we know of; the paper does not say how its rollouts are scheduled.
 """
@@ -305,7 +306,7 @@ class Batch:
         self.tool_jobs: dict[str, int] = {}                             # code -> the sandbox's job that runs it
         self.tool_results: dict[str, ToolResult] = {}
         self.uses: list[tuple[int, ToolUse]] = []                       # this tick's requests to the env's tools
-        self.use_due: dict[int, tuple[list[int], Future]] = {}          # tick -> programs, and their results
+        self.use_due: dict[int, list[tuple[tuple[int, ...], Future]]] = defaultdict(list)   # tick -> users and results
         self.verdicts: list[tuple[Trace, Future]] = []
         todo = deque(enumerate(wanted))
         workers = Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)
@@ -321,14 +322,12 @@ class Batch:
                     self._take_event(program, self.programs.wait(program))
                 for program in self.tool_due.pop(self.tick, []):
                     self._take_tool_result(program)
-                if self.tick in self.use_due:
-                    users, future = self.use_due.pop(self.tick)
-                    for program, result in zip(users, future.result(), strict=True):
-                        self._take_result(program, result)
+                for users, future in self.use_due.pop(self.tick, []):
+                    self._take_use_results(users, future)
                 if self.uses:                       # one call for all of this tick, hidden behind sampling
                     users, uses = zip(*self.uses, strict=True)
                     future = self.tools.submit(self.env.use_tools, list(uses), self.engine.tokenizer)
-                    self.use_due[self.tick + TOOL_STEPS] = (users, future)
+                    self.use_due[self.tick + TOOL_STEPS].append((users, future))
                     self.uses = []
                 for completion in self.engine.step() if not self.engine.idle else []:
                     self._take_completion(completion)
@@ -402,9 +401,21 @@ class Batch:
         self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content),
                                "finish": completion.finish})
 
+    def _samples_on(self, ready: Callable[[], bool]) -> bool:
+        """Whether not to wait for a late result now. An exact engine waits; an idle one has nothing else to do."""
+        return not self.engine.exact and not self.engine.idle and not ready()
+
+    def _take_use_results(self, users: tuple[int, ...], future: Future) -> None:
+        if self._samples_on(future.done):
+            return self.use_due[self.tick + 1].append((users, future))
+        for program, result in zip(users, future.result(), strict=True):
+            self._take_result(program, result)
+
     def _take_tool_result(self, program: int) -> None:
         code = self.live[program].request["code"]
         if code not in self.tool_results:
+            if self._samples_on(lambda: self.sandbox.python_ready(self.tool_jobs[code])):
+                return self.tool_due[self.tick + 1].append(program)
             self.tool_results[code] = self.sandbox.python_wait(self.tool_jobs[code])
         result = self.tool_results[code]
         failed = {"infra": result.output} if result.status == "infra" else {}

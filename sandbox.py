@@ -121,11 +121,7 @@ class Sandbox:
             if self._control is None:
                 return None
             if readable([self._control], SILENCE_S):
-                if not self._control.read():
-                    self._lose_helper()
-                    continue
-                for head, body in map(split_message, cut_frames(self._control.inbox)):
-                    self._answers[head["job"]] = head, body
+                self._read()
                 is_pinged, give_up = False, time.monotonic() + SILENCE_S
             elif time.monotonic() >= give_up:
                 if is_pinged:
@@ -133,6 +129,13 @@ class Sandbox:
                 self._tell({"op": "ping", "job": "ping"})
                 is_pinged, give_up = True, time.monotonic() + SILENCE_S
         return self._answers.pop(job)
+
+    def _read(self) -> None:
+        """Takes the answers that the helper has sent; it must have sent something."""
+        if not self._control.read():
+            return self._lose_helper()
+        for head, body in map(split_message, cut_frames(self._control.inbox)):
+            self._answers[head["job"]] = head, body
 
     def python_start(self, job_id: int | str, code: str, limits: Limits) -> None:
         """Run a snippet; does not wait. At most `max_jobs` run at once; a job's time begins when its child does."""
@@ -158,6 +161,12 @@ class Sandbox:
         if head["why"]:
             text += ("\n" if text and not text.endswith("\n") else "") + f"[{head['status']}: {head['why']}]\n"
         return ToolResult(head["status"], text)
+
+    def python_ready(self, job_id: int | str) -> bool:
+        """Whether `python_wait` would find the result there."""
+        while job_id not in self._answers and self._control is not None and readable([self._control], 0):
+            self._read()
+        return job_id in self._answers
 
     def python(self, code: str, limits: Limits) -> ToolResult:
         """Run a snippet and wait for it."""

@@ -21,13 +21,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import rollout
 import sched
 from config import (
     ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
     load_splits, n_steps, open_judge, read_file, rollout_budget, rollout_config, train_config)
-from engine import TransformersEngine, weights_checksum
+from engine import TransformersEngine
 from gates import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
 from report import REFRESH_S, write_report
@@ -35,9 +36,11 @@ from rft import StepStats, Trainer
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
 from sandbox import Sandbox
+from server_engine import ServerEngine
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
+from vllm_engine import VllmEngine
 
 UNBOUNDED = 1 << 62         # training rollouts
 N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
@@ -62,8 +65,9 @@ def train_whale(run: "Run") -> None:
                 tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, run.n_prompts(phase))     # x ~ D_weight
                 traces = run.roll_out("weight", tasks, cfg.group_size, state.weight_step)      # tau ~ pi_{theta,h}
                 accepted = [trace.sequences() for trace in traces if trace.accepted]           # S+
+                run.engine.sleep()                                              # the GPU is the trainer's
                 stats = run.trainer.step(accepted, derive_seed(cfg.seed, "sft", state.weight_step))
-                run.serve_weights()                                             # so the next rollouts are on-policy
+                run.serve_weights()                                             # awake, and on-policy again
                 run.finish_weight_step(phase, traces, stats)
         else:
             search = run.open_search(phase)                                     # iteration 1 scores the incoming h
@@ -85,6 +89,16 @@ def sample_tasks(tasks: list[Task], seed: int, n_drawn: int, n: int) -> list[Tas
             order = random.Random(derive_seed(seed, "epoch", epoch)).sample(range(len(tasks)), len(tasks))
         picked.append(tasks[order[position]])
     return picked
+
+
+def open_engine(cfg: Config) -> TransformersEngine | VllmEngine | ServerEngine:
+    """The engine that --engine names."""
+    if cfg.engine == "server":
+        share = Path(cfg.share or cfg.run_dir / "serving").resolve()
+        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len)
+    if cfg.engine == "vllm":
+        return VllmEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device, cfg.tp, cfg.gpu_memory_frac)
+    return TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
 
 
 class Run:
@@ -120,7 +134,10 @@ class Run:
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
-        self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
+        self.engine = open_engine(cfg)
+        if cfg.method != "harness" and not self.engine.takes_weights:
+            raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
+                             "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
         if self.engine.tokenizer.chat_template is None:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
         self.trainer = Trainer(cfg.model, train_config(cfg), cfg.device)
@@ -199,6 +216,8 @@ class Run:
         with self.dir.screen.bar(f"{kind} rollouts", len(tasks) * n) as advance:
             traces = rollout.run(self.engine, self.env, self.sandbox, self.harness.source, tasks, n,
                                  (self.cfg.seed, kind, index), self.rollout_cfg, lambda trace: advance())
+        if stale := {trace.version for trace in traces} - {self.trainer.version}:
+            raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.trainer.version}")
         self.dir.charge(kind, **cost_of(traces))
         self.tell_judge()
         return traces
@@ -214,11 +233,10 @@ class Run:
             judge.n_asked = judge.n_failed = judge.n_cached = 0
 
     def serve_weights(self) -> None:
-        """The engine serves the trainer's weights, bit for bit, or the run stops."""
+        """The engine serves the trainer's weights, bit for bit in its own dtype, or the run stops."""
+        self.engine.wake()
         if self.engine.version != self.trainer.version:
             self.engine.load_weights(self.trainer.weights(), self.trainer.version)
-        if self.engine.checksum() != weights_checksum(self.trainer.weights()):
-            raise RuntimeError("the engine does not serve the weights that were trained")
 
     def finish_weight_step(self, phase: sched.Phase, traces: list[Trace], stats: StepStats) -> None:
         """Records the signal (mean reward), logs, saves. Stops a run that has nothing to learn from."""
@@ -378,7 +396,8 @@ class Run:
         self._save_all()
 
     def close(self) -> None:
-        """Ends the sandbox's processes and gives the run directory free."""
+        """Ends engine and sandbox with their processes, and gives the run directory free."""
+        self.engine.close()
         self.sandbox.close()
         self.dir.close()
 

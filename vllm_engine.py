@@ -1,0 +1,411 @@
+"""The Engine contract over vLLM: fast rollouts on a GPU, one engine a GPU (or a group of them, --tp).
+
+vLLM runs in a process of its own, so that its memory, its CUDA context and its crashes are its own. That process is a
+loop over vLLM's step: it takes requests as they come, steps while there are any, and sends back what has finished. The
+host talks to it over a pipe and never waits for a step: programs and tools run while the GPU samples. A process that
+dies or falls silent is an EngineDied within SILENCE_S; it dies with its host, however the host ends.
+
+The weights come from the trainer, as a folder in shared memory that vLLM reloads in place. What the engine then holds
+is read back, weight by weight under the trainer's names, and compared by sha256: fused, renamed or repacked, none is
+missed. Whatever --model names, vLLM gets the text model as the trainer has it, so names are the same on both sides.
+
+Differs from TransformersEngine: samples depend on what else is in the batch (kernels round by batch size), so a run
+that is repeated draws the same tasks with the same seeds, but not the same tokens.
+"""
+
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TextIO
+
+import torch
+from safetensors.torch import save_file
+
+from engine import (
+    Completion, EngineDied, ModelError, SamplingParams, check_names, digest, load_model, load_tokenizer, stop_ids_of,
+    untied_weights)
+
+START_S = 900           # to load a model and capture its graphs
+SILENCE_S = 50          # of an engine that has work; a step takes milliseconds
+POLL_S = 0.005          # that `step` waits for something to finish
+BEAT_S = 1.0            # between two signs of life of a process that steps
+
+
+class VllmEngine:
+    """The Engine contract over a vLLM process. `dtype` is what it computes in: bf16 on a GPU, as the trainer does."""
+
+    takes_weights = True
+    exact = False                           # the same request may be answered otherwise beside other requests
+
+    def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cuda", tp: int = 1,
+                 memory_frac: float = 0.6, dtype: torch.dtype | None = None):
+        if find_spec("vllm") is None:
+            raise ModelError("--engine vllm: vLLM is not installed in this environment; start with run.sh, which makes "
+                             "one that has it")
+        self.tokenizer = load_tokenizer(model)
+        self.dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        loaded = load_model(model, self.dtype)          # the text model, whatever the folder is of
+        config = loaded.config
+        self.stop_ids = stop_ids_of(loaded, self.tokenizer)
+        self.max_len = min(max_len, getattr(config, "max_position_embeddings", max_len))
+        self.tp, self.version, self.n_steps = tp, 0, 0
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in untied_weights(loaded).items()}
+        self.folder, self._lock = make_folder()
+        self._process: subprocess.Popen | None = None
+        try:
+            loaded.save_pretrained(self.folder / "base")
+            self.tokenizer.save_pretrained(self.folder / "base")
+            n_cached_tok = n_rows * self.max_len
+            settings = {
+                "model": str(self.folder / "base"), "dtype": str(self.dtype).removeprefix("torch."), "seed": 0,
+                "max_model_len": self.max_len, "max_num_seqs": n_rows, "tensor_parallel_size": tp,
+                "generation_config": "vllm",            # no sampling parameter from a file
+                "enable_prefix_caching": "linear_attention" not in (getattr(config, "layer_types", None) or []),
+                "disable_log_stats": True, "trust_remote_code": False,
+                **({"enforce_eager": True, "enable_chunked_prefill": False,     # seeds and chunks do not mix on a CPU
+                    "max_num_batched_tokens": max(8192, self.max_len),
+                    "kv_cache_memory_bytes": min(n_cached_tok * cache_bytes_a_token(config), 4 << 30)}
+                   if device == "cpu" else {"gpu_memory_utilization": memory_frac, "enable_sleep_mode": True})}
+            self._start(settings, device)
+            self._prove(untied_weights(loaded))
+            (self.folder / "base" / "model.safetensors").unlink(missing_ok=True)       # memory: vLLM has its own
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: dict, device: str) -> None:
+        ours, theirs = Pipe()
+        cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
+        gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus(device, self.tp)} if device != "cpu" else {}
+        # it is no rank of ours
+        torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+        env = {key: value for key, value in os.environ.items()
+               if key not in torchrun and not key.startswith("TORCHELASTIC_")}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+                "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **cpu, **gpu}
+        self.log_path = self.folder / "engine.log"
+        with open(self.log_path, "wb") as log, theirs:
+            self._process = subprocess.Popen(           # a session of its own: Ctrl-C is for the host
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
+                pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True)
+        self._pipe: Connection = ours
+        self._outbox: SimpleQueue = SimpleQueue()       # sent by a thread: a full pipe must not stop the host
+        threading.Thread(target=send_all, args=(self._outbox, ours), daemon=True).start()
+        self._heard = time.monotonic()
+        self._running: set[Hashable] = set()
+        self._finished: list[Completion] = []
+        self._ask("ready", limit_s=START_S)
+
+    # ---- the contract ----
+
+    def submit(self, id: Hashable, prompt_ids: list[int], params: SamplingParams,
+               after: Hashable | None = None) -> None:
+        """Hands a request over at once. `after` is not needed: vLLM finds shared prefixes itself."""
+        if not prompt_ids or params.max_tokens < 1:
+            raise ValueError(f"request {id!r}: {len(prompt_ids)} prompt tokens, max_tokens {params.max_tokens}")
+        if len(prompt_ids) >= self.max_len:             # vLLM would refuse it, and all that was asked with it
+            self._finished.append(Completion(id, [], "too_long"))
+            return
+        if not self._running:
+            self._heard = time.monotonic()              # it was silent because it had nothing to do
+        self._running.add(id)
+        self._outbox.put(("submit", id, list(prompt_ids), sampling_of(params, self.stop_ids, self.max_len - len(prompt_ids))))
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and not self._finished
+
+    def step(self) -> list[Completion]:
+        """What has finished since the last call; waits POLL_S for it at most."""
+        self.n_steps += 1
+        while self._running and self._pipe.poll(0 if self._finished else POLL_S):
+            kind, *content = self._receive()
+            if kind == "finished":
+                for id, ids, finish, versions in content[0]:
+                    if versions - {str(self.version)}:
+                        raise EngineDied(f"request {id!r} was sampled with weights {versions}, not {self.version}")
+                    if id in self._running:             # else it was given up by reset()
+                        self._running.remove(id)
+                        self._finished.append(Completion(id, ids, finish))
+        self._check_silence()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replaces all weights by way of a folder, forgets what was cached under the old ones, and proves it: EngineDied
+        if what vLLM then holds is not what was given. Call it when idle."""
+        if not self.idle:
+            raise RuntimeError("load_weights while requests are running would mix two policies in one completion")
+        given = {name: tensor.detach().to(self.dtype).cpu().contiguous() for name, tensor in named}
+        check_names(self.shapes, given)
+        folder = self.folder / f"version_{version}"
+        folder.mkdir(exist_ok=True)
+        save_file(given, folder / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(self.folder / "base" / "config.json", folder)
+        self._ask("load", str(folder), str(version), limit_s=START_S)
+        self.version = version
+        self._prove(given)
+        shutil.rmtree(folder)
+
+    def release(self, id: Hashable) -> None:
+        """vLLM frees finished requests itself."""
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory to the trainer: weights move to host memory, the cache is dropped (level 1)."""
+        self._ask("sleep", limit_s=START_S)
+
+    def wake(self) -> None:
+        self._ask("wake", limit_s=START_S)
+
+    def reset(self) -> None:
+        """Forgets all requests and cached prefixes."""
+        self._ask("reset")
+        self._running, self._finished = set(), []
+
+    def close(self) -> None:
+        """Ends the process and all below it."""
+        if self._process is not None:
+            self._outbox.put(None)
+            kill_group(self._process)
+            self._process = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    # ---- inside ----
+
+    def _prove(self, given: dict[str, torch.Tensor]) -> None:
+        """EngineDied unless the engine holds these weights, to the last bit. With tp > 1, weights that are split among
+        GPUs are not compared (their shards' names and sizes are vLLM's business); all others are."""
+        held = self._ask("digests", {name: tuple(tensor.shape) for name, tensor in given.items()}, limit_s=START_S)
+        expected = {name: digest(tensor) for name, tensor in given.items()}
+        if wrong := sorted(name for name in given if held.get(name, self.tp == 1) not in (expected[name], False)):
+            raise EngineDied(f"the engine does not hold the weights that it was given: {wrong[:5]}")
+
+    def _receive(self) -> tuple:
+        """The next message; EngineDied at the end of the pipe, or if it is the engine's last words."""
+        try:
+            kind, *content = self._pipe.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self._died()
+        self._heard = time.monotonic()
+        if kind == "failed":
+            self._died(content[0])
+        return kind, *content
+
+    def _ask(self, *message, limit_s: float = SILENCE_S) -> object:
+        """The answer to a message that is not a request for tokens."""
+        self._outbox.put(message)
+        give_up = time.monotonic() + limit_s
+        while True:
+            if not self._pipe.poll(max(0.0, give_up - time.monotonic())):
+                self._died(f"it did not answer '{message[0]}' in {limit_s:g} s")
+            kind, *content = self._receive()
+            if kind == "answer":
+                return content[0]
+
+    def _check_silence(self) -> None:
+        if self._process.poll() is not None and not self._pipe.poll():
+            self._died()
+        if self._running and time.monotonic() - self._heard > SILENCE_S:
+            self._died(f"no sign of life for {SILENCE_S} s")
+
+    def _died(self, why: str = "") -> None:
+        kill_group(self._process)
+        why = why or f"its process ended with code {self._process.returncode}"
+        said = self.log_path.read_text(errors="replace").strip().splitlines()[-4:]
+        raise EngineDied("\n  ".join([f"the vLLM engine is gone: {why}", *said]))
+
+
+def sampling_of(params: SamplingParams, stop_ids: set[int], room: int) -> dict:
+    """vLLM's sampling parameters, every one that could change a token."""
+    return {"n": 1, "max_tokens": min(params.max_tokens, room), "min_tokens": 0, "seed": params.seed % (1 << 63),
+            "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": 0.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+            "stop": list(params.stop), "include_stop_str_in_output": True, "stop_token_ids": sorted(stop_ids),
+            "ignore_eos": True,                         # stop_ids are all that end a completion
+            "detokenize": bool(params.stop), "skip_special_tokens": False, "logprobs": None}
+
+
+def cache_bytes_a_token(config) -> int:
+    """Keys and values of all layers, in fp32."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+
+
+def make_folder() -> tuple[Path, TextIO]:
+    """A folder in shared memory, and the lock that says it is in use; those of processes that were killed go."""
+    where = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for left in where.glob("whale-engine-*"):
+        try:
+            with open(left / "lock", "a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+        except OSError:
+            pass                                        # in use, or not ours
+    folder = Path(tempfile.mkdtemp(prefix="whale-engine-", dir=where))
+    lock = open(folder / "lock", "a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def visible_gpus(device: str, tp: int) -> str:
+    """The GPUs of an engine: `tp` of the visible ones, from the trainer's own on."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = visible if visible != [""] else [str(i) for i in range(torch.cuda.device_count())]
+    first = int(device.partition(":")[2] or 0) * tp
+    return ",".join(visible[first:first + tp])
+
+
+def send_all(outbox: SimpleQueue, pipe: Connection) -> None:
+    """Sends what is put into the outbox, until None or until nobody reads any more."""
+    while (message := outbox.get()) is not None:
+        try:
+            pipe.send(message)
+        except OSError:
+            return
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Ends a process that leads its group, and the group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+# ---- the engine's own process ---------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection, settings: dict) -> None:
+    """Takes messages and steps, until the host closes the pipe."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+    engine.set_weight_version("0")
+    ids: dict[str, Hashable] = {}               # vLLM's request ids are strings
+    n_requests, beat = 0, time.monotonic()
+    while True:
+        while not engine.has_unfinished_requests() or pipe.poll():
+            kind, *content = pipe.recv()
+            if kind == "submit":
+                id, prompt_ids, params = content
+                ids[str(n_requests)] = id
+                engine.add_request(str(n_requests), {"prompt_token_ids": prompt_ids}, VllmParams(**params))
+                n_requests += 1
+                continue
+            answer = None
+            if kind == "reset":
+                engine.abort_request(list(ids))
+                ids.clear()
+                forget_prefixes(engine)
+            elif kind == "load":
+                folder, version = content
+                engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                forget_prefixes(engine)
+                engine.set_weight_version(version)
+            elif kind == "digests":
+                answer = engine.apply_model(DigestsOf(content[0]))[0]
+            elif kind == "sleep" and settings.get("enable_sleep_mode"):
+                engine.sleep(level=1)
+            elif kind == "wake" and settings.get("enable_sleep_mode") and engine.is_sleeping():
+                engine.wake_up()
+            pipe.send(("answer", answer))
+        finished = []
+        for output in engine.step():
+            if output.finished:
+                said = output.outputs[0]
+                if said.finish_reason not in ("stop", "length"):
+                    raise RuntimeError(f"a request ended with {said.finish_reason!r}")
+                versions = {span.version for span in said.weight_versions or []}
+                finished.append((ids.pop(output.request_id), list(said.token_ids), said.finish_reason, versions))
+        if finished or time.monotonic() - beat > BEAT_S:
+            beat = time.monotonic()
+            pipe.send(("finished", finished))
+
+
+def forget_prefixes(engine) -> None:
+    if not engine.reset_prefix_cache():
+        raise RuntimeError("vLLM did not reset its prefix cache")
+
+
+class DigestsOf:
+    """Called on vLLM's model: {a weight's name at the trainer's: its digest}; a class, since vLLM pickles it."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes = shapes
+
+    def __call__(self, model: torch.nn.Module) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in live_weights(model, self.shapes)}
+
+
+def live_weights(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, what vLLM's model holds of it) for names and shapes of a checkpoint; one that is split among GPUs, or is
+    not there, is left out."""
+    parameters = dict(model.named_parameters())
+    fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
+             for part in parts}
+    dtype = next(model.parameters()).dtype
+    for name, shape in shapes.items():
+        *path, module, kind = name.split(".")
+        whole, start = name, 0
+        if name not in parameters and module in fused:          # e.g. q_proj, k_proj and v_proj are rows of qkv_proj
+            whole_module, parts = fused[module]
+            whole = ".".join([*path, whole_module, kind])
+            start = sum(shapes[".".join([*path, part, kind])][0] for part in parts[:parts.index(module)])
+        if whole not in parameters:
+            continue
+        rows = dense(model.get_submodule(whole.rpartition(".")[0]), parameters[whole])[start:start + shape[0]]
+        if tuple(rows.shape) == shape:                          # an embedding may have padding rows at its end
+            yield name, rows.to(dtype)
+
+
+def dense(module: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
+    """A weight as a plain matrix. Where vLLM keeps it repacked for a CPU's kernels (and leaves an empty tensor in its
+    place), the layer is asked what it multiplies by: its product with the identity. Of a repacked convolution, vLLM
+    keeps a copy."""
+    if (unpacked := getattr(module, "_cpu_unpacked_conv_weight", None)) is not None:
+        return unpacked[:, None]
+    if parameter.numel():
+        return parameter
+    identity = torch.eye(module.input_size_per_partition, dtype=parameter.dtype)
+    return module.cpu_linear(identity, parameter, None).T
+
+
+def main() -> None:
+    import ctypes
+
+    fd, host, settings = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)          # PR_SET_PDEATHSIG: dies with its host
+    if os.getppid() != host:
+        return
+    pipe = Connection(fd)
+    try:
+        serve(pipe, settings)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass                                                            # the host is gone, or done with us
+    except BaseException as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        os.killpg(0, signal.SIGKILL)                                    # and with it what vLLM started
+
+
+if __name__ == "__main__":
+    main()
