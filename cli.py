@@ -91,8 +91,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0), ("patience_iterations", 1),
-                        ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
+                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0),
+                        ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
     check_layers(cfg.waived_layers)

@@ -33,6 +33,7 @@ from vllm_engine import POLL_S, sampling_of
 
 N_TRIES = 4             # of a request, each after a longer pause and, where there is another, on another server
 PAUSE_S = 1.0           # before the second try; doubled before each further one
+DOWN_S = 30             # that a server which failed is asked only if there is no other
 ANSWER_S = 600          # to sample one completion
 LOAD_S = 900            # to reload the weights
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
@@ -48,7 +49,7 @@ class ServerRefused(EngineDied):
     """The server answers, and will not do this: another try would get the same."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     url: str
     name: str                                   # of the model that it serves
@@ -175,13 +176,13 @@ class ServerEngine:
                 raise ModelError(f"--urls: {error}") from None
         return Server(url, card["id"], card.get("max_model_len") or 1 << 30, dtype)
 
-    def _call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float = ANSWER_S) -> dict:
+    def _call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
         """One request; ServerFailed unless it is answered with a JSON object."""
         if not hasattr(self.local, "session"):
             self.local.session = requests.Session()
             self.local.session.trust_env = False
         try:
-            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s))
+            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s or ANSWER_S))
             if response.status_code != 200:
                 again = response.status_code >= 500 or response.status_code in (408, 429)
                 raise (ServerFailed if again else ServerRefused)(
@@ -195,26 +196,28 @@ class ServerEngine:
 
     def _sample(self, id: Hashable, prompt_ids: list[int], params: SamplingParams) -> Completion:
         """One completion, by whichever server gives it. EngineDied when none does."""
-        error = None
+        error, tried = None, []
         for attempt in range(N_TRIES):
             if attempt:
                 self.n_retries += 1
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
-            server = self._least_loaded()
+            server = self._least_loaded(tried)
+            tried.append(server)
             try:
                 if self.takes_weights:
                     return self._sample_tokens(server, id, prompt_ids, params)
                 return self._sample_text(server, id, prompt_ids, params)
             except ServerFailed as failure:
-                error, server.down_until = failure, time.monotonic() + PAUSE_S * 2 ** attempt
+                error, server.down_until = failure, time.monotonic() + DOWN_S
             finally:
                 server.n_running -= 1
-        raise EngineDied(f"a request failed {N_TRIES} times; last: {error}")
+        raise EngineDied(f"a request failed {N_TRIES} times; last: {error}. The same command goes on from the last "
+                         "finished step")
 
-    def _least_loaded(self) -> Server:
-        """The server with the fewest requests in flight, of those that did not fail a moment ago."""
+    def _least_loaded(self, tried: list[Server]) -> Server:
+        """The server with the fewest requests in flight, of those that did not fail this request, nor any of late."""
         now = time.monotonic()
-        server = min(self.servers, key=lambda s: (s.down_until > now, s.n_running))
+        server = min(self.servers, key=lambda s: (tried.count(s), s.down_until > now, s.n_running))
         server.n_running += 1
         return server
 

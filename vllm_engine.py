@@ -41,6 +41,7 @@ from engine import (
 START_S = 900           # to load a model and capture its graphs
 SILENCE_S = 50          # of an engine that has work; a step takes milliseconds
 POLL_S = 0.005          # that `step` waits for something to finish
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"         # a tied head is the embedding
 BEAT_S = 1.0            # between two signs of life of a process that steps
 
 
@@ -123,7 +124,8 @@ class VllmEngine:
         if not self._running:
             self._heard = time.monotonic()              # it was silent because it had nothing to do
         self._running.add(id)
-        self._outbox.put(("submit", id, list(prompt_ids), sampling_of(params, self.stop_ids, self.max_len - len(prompt_ids))))
+        sampling = sampling_of(params, self.stop_ids, self.max_len - len(prompt_ids))
+        self._outbox.put(("submit", id, list(prompt_ids), sampling))
 
     @property
     def idle(self) -> bool:
@@ -146,8 +148,8 @@ class VllmEngine:
         return finished
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replaces all weights by way of a folder, forgets what was cached under the old ones, and proves it: EngineDied
-        if what vLLM then holds is not what was given. Call it when idle."""
+        """Replaces all weights by way of a folder, forgets what was cached under the old ones, and proves it:
+        EngineDied if what vLLM then holds is not what was given. Call it when idle."""
         if not self.idle:
             raise RuntimeError("load_weights while requests are running would mix two policies in one completion")
         given = {name: tensor.detach().to(self.dtype).cpu().contiguous() for name, tensor in named}
@@ -192,7 +194,9 @@ class VllmEngine:
         GPUs are not compared (their shards' names and sizes are vLLM's business); all others are."""
         held = self._ask("digests", {name: tuple(tensor.shape) for name, tensor in given.items()}, limit_s=START_S)
         expected = {name: digest(tensor) for name, tensor in given.items()}
-        if wrong := sorted(name for name in given if held.get(name, self.tp == 1) not in (expected[name], False)):
+        if EMBEDDING in given:
+            expected.setdefault(HEAD, expected[EMBEDDING])
+        if wrong := sorted(name for name in expected if held.get(name, self.tp == 1) not in (expected[name], False)):
             raise EngineDied(f"the engine does not hold the weights that it was given: {wrong[:5]}")
 
     def _receive(self) -> tuple:
@@ -226,8 +230,9 @@ class VllmEngine:
     def _died(self, why: str = "") -> None:
         kill_group(self._process)
         why = why or f"its process ended with code {self._process.returncode}"
-        said = self.log_path.read_text(errors="replace").strip().splitlines()[-4:]
-        raise EngineDied("\n  ".join([f"the vLLM engine is gone: {why}", *said]))
+        said = [line for line in self.log_path.read_text(errors="replace").splitlines() if "error" in line.lower()][-4:]
+        raise EngineDied("\n  ".join([f"the vLLM engine is gone: {why}", *said,
+                                      "The same command goes on from the last finished step."]))
 
 
 def sampling_of(params: SamplingParams, stop_ids: set[int], room: int) -> dict:
@@ -318,6 +323,7 @@ def serve(pipe: Connection, settings: dict) -> None:
             elif kind == "load":
                 folder, version = content
                 engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                engine.apply_model(repack_head)
                 forget_prefixes(engine)
                 engine.set_weight_version(version)
             elif kind == "digests":
@@ -374,18 +380,27 @@ def live_weights(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> 
         rows = dense(model.get_submodule(whole.rpartition(".")[0]), parameters[whole])[start:start + shape[0]]
         if tuple(rows.shape) == shape:                          # an embedding may have padding rows at its end
             yield name, rows.to(dtype)
+    if HEAD not in shapes and EMBEDDING in shapes:              # tied: the head must multiply by the embedding
+        rows = dense(model.lm_head, model.lm_head.weight)[:shapes[EMBEDDING][0]]
+        if tuple(rows.shape) == shapes[EMBEDDING]:
+            yield HEAD, rows.to(dtype)
 
 
 def dense(module: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
-    """A weight as a plain matrix. Where vLLM keeps it repacked for a CPU's kernels (and leaves an empty tensor in its
-    place), the layer is asked what it multiplies by: its product with the identity. Of a repacked convolution, vLLM
-    keeps a copy."""
+    """A weight as a plain matrix. Where a CPU's kernels work on a repacked copy, the layer is asked what it multiplies
+    by: its product with the identity. Of a repacked convolution, vLLM keeps the original too."""
     if (unpacked := getattr(module, "_cpu_unpacked_conv_weight", None)) is not None:
         return unpacked[:, None]
-    if parameter.numel():
+    if not hasattr(module, "cpu_linear"):
         return parameter
-    identity = torch.eye(module.input_size_per_partition, dtype=parameter.dtype)
-    return module.cpu_linear(identity, parameter, None).T
+    n_inputs = parameter.shape[1] if parameter.numel() else module.input_size_per_partition
+    return module.cpu_linear(torch.eye(n_inputs, dtype=parameter.dtype), parameter, None).T
+
+
+def repack_head(model: torch.nn.Module) -> None:
+    """reload_weights forgets the copy of a tied head that a CPU's kernels work on: it would multiply by the old one."""
+    if hasattr(model.lm_head, "cpu_linear"):
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def main() -> None:

@@ -95,11 +95,14 @@ def test_bad_requests(finished, tmp_path, what, words):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def qwen(request, tmp_path_factory) -> Path:
-    """A tiny random vision-language model of its architecture, linear attention and all."""
-    folder, tied = tmp_path_factory.mktemp("qwen"), request.param
+    return tiny_vision_language_model(tmp_path_factory.mktemp("qwen"), request.param)
+
+
+def tiny_vision_language_model(folder: Path, tied: bool, head_dim: int = 8, linear_head_dim: int = 8) -> Path:
+    """Random, of Qwen3.5's architecture, linear attention and all; with the embedded model's tokenizer."""
     text = dict(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-                head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-                max_position_embeddings=256, tie_word_embeddings=tied)
+                head_dim=head_dim, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=linear_head_dim,
+                linear_value_head_dim=linear_head_dim, max_position_embeddings=256, tie_word_embeddings=tied)
     vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4, num_position_embeddings=16)
     torch.manual_seed(0)
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(
