@@ -87,6 +87,7 @@ class Config:
     beta2: float = 0.999
     head_chunk_tok: int = 1024
     autocast_bf16: bool = True
+    gradient_checkpointing: bool = True     # less memory, more time; changes no result
     # machinery
     device: str = "cpu"
     proposer: str = "rules"
@@ -108,7 +109,8 @@ PRESETS = {
         model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
         patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=4096, autocast_bf16=False),
+        micro_tok=4096, autocast_bf16=False,
+        gradient_checkpointing=False),
 }
 DOMAIN_PRESETS = {                          # where a domain differs
     ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),

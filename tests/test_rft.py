@@ -38,6 +38,7 @@ CFG = TrainConfig(
     beta2=0.999,
     head_chunk_tok=7,
     autocast_bf16=False,
+    gradient_checkpointing=False,
 )
 SIZES = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 
@@ -230,10 +231,10 @@ def test_a_row_alone_is_the_row_in_its_batch(any_folder):
     sequences = [s for s in flat(batch(seed=2)) if len(s.ids) > 1]
     assert max(len(s.ids) for s in sequences) > 4 * min(len(s.ids) for s in sequences)  # much padding
     ids, _ = pad_right(sequences)
-    together = trainer._hidden(ids)
+    together = trainer.losses.hidden(ids)
     assert torch.isfinite(together).all()
     for i, s in enumerate(sequences):
-        alone = trainer._hidden(torch.tensor([s.ids]))[0]
+        alone = trainer.losses.hidden(torch.tensor([s.ids]))[0]
         assert (together[i, : len(s.ids)] - alone).abs().max() < 1e-5
 
 
