@@ -37,6 +37,7 @@ from tasks import DataError, Row
 from gates import ForbiddenText, check_harness, parse_harness
 from harness_search import SearchError
 from jail import LAYERS
+from ranks import ALONE, Ranks, open_ranks
 from rft import CheckpointError
 from retriever import RetrieverDown
 from rollout import InfraError
@@ -47,6 +48,7 @@ from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
 from stats import bootstrap_ci
+from team import follow
 from whale import Run, task_means, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -111,7 +113,7 @@ def check_layers(waived: tuple[str, ...]) -> None:
 
 def command_run(args: argparse.Namespace) -> int:
     cfg = resolve_config(args, args.word)
-    run = Run(cfg)
+    run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
         page, state = run.dir.path / "report.html", run.dir.path / "state.json"
@@ -280,13 +282,31 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+def run_command(argv: list[str] | None, ranks: Ranks) -> int:
+    """One command -> its exit code. SystemExit with a message of argparse's where the words are wrong."""
     try:
-        return args.command(args)
+        args = build_parser().parse_args(argv)
+    except SystemExit as error:
+        if error.code:
+            raise
+        return 0                                        # --help
+    args.ranks = ranks
+    return args.command(args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    ranks = ALONE
+    try:
+        with open_ranks() as ranks:
+            if ranks.rank:
+                follow(ranks)
+                return 0
+            code = run_command(argv, ranks)
+            ranks.broadcast(None)                       # no more orders
+            return code
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {error}", file=sys.stderr)
+        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:
         print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)

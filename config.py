@@ -190,17 +190,22 @@ def load_split(env, value: str) -> list[Task]:
 
 def load_splits(cfg: Config) -> tuple:
     """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
-        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
-    try:
-        env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
+    env = make_env(cfg)
     embedded = ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
     check_disjoint(**splits)
     return env, splits
+
+
+def make_env(cfg: Config):
+    """The environment of cfg.domain, with the retriever and the judge that the flags name."""
+    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
+        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
+    try:
+        return ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:

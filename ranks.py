@@ -82,8 +82,8 @@ ALONE = Ranks()
 def open_ranks() -> Iterator[Ranks]:
     """This process's place, from torchrun's environment; ALONE, and no process group, where there is none.
 
-    When rank 0 leaves without an error, the others get None as their last order. The rank that fails first raises its
-    error on; one that fails after it, most often because of it, ends here without a word.
+    The rank that fails first raises its error on; one that fails after it, most often because of it, ends here without
+    a word.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield ALONE
@@ -100,14 +100,11 @@ def open_ranks() -> Iterator[Ranks]:
     try:
         yield ranks
     except BaseException as error:
-        if not isinstance(error, SystemExit) or error.code:         # --help is no failure
-            if not is_first_to_fail(store):
-                time.sleep(GRACE_S)
-                os._exit(1)
-            error.add_note(f"on rank {rank} of {world}")
-            raise
-    if rank == 0:
-        ranks.broadcast(None)
+        if not is_first_to_fail(store):
+            time.sleep(GRACE_S)
+            os._exit(1)
+        error.add_note(f"on rank {rank} of {world}")
+        raise
     dist.destroy_process_group()
 
 

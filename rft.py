@@ -133,7 +133,7 @@ class Trainer:
         self._check_head()
         self.layers = [m for m in self.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
         if not self.layers and (cfg.gradient_checkpointing or ranks.world > 1):
-            raise ValueError(f"{type(self.model).__name__} does not say what its layers are (GradientCheckpointingLayer)")
+            raise ValueError(f"{type(self.model).__name__} does not say what is a layer (GradientCheckpointingLayer)")
         if cfg.gradient_checkpointing:
             for layer in self.layers:  # transformers' own switch does nothing in eval mode, which is ours
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

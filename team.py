@@ -1,0 +1,108 @@
+"""What every rank has (environment, sandbox, engine, trainer) and what all ranks do together with it.
+
+Rank 0's call of a method marked `@together` is an order: the other ranks, which wait in `follow`, get its name and
+arguments and call it too. On one rank it is a plain call. Draws are seeded by their coordinates (task, sample, call),
+so a rollout does not depend on which rank makes it.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from functools import wraps
+from pathlib import Path
+
+import rollout
+from config import Config, make_env, rollout_config, train_config
+from engine import TransformersEngine
+from ranks import Ranks
+from rft import StepStats, Trainer, Trajectory
+from rollout import Trace
+from sandbox import Sandbox
+from tasks import Task
+
+
+def together(method: Callable) -> Callable:
+    """Rank 0's call is everyone's. Positional arguments are sent; what is given by keyword stays on rank 0."""
+    @wraps(method)
+    def order(self: "Team", *args, **kwargs):
+        if self.ranks.rank == 0:
+            self.ranks.broadcast((method.__name__, args))
+        return method(self, *args, **kwargs)
+    return order
+
+
+class Team:
+    """The parts of this rank. All ranks make theirs at the same time: see `lead` and `follow`."""
+
+    def __init__(self, cfg: Config, env, ranks: Ranks):
+        self.env, self.ranks, self.rollout_cfg = env, ranks, rollout_config(cfg)
+        env.open()
+        n_cores = (os.cpu_count() or 1) // ranks.local_world            # the ranks of a machine share them
+        self.sandbox = Sandbox(cfg.waived_layers, max_jobs=max(1, n_cores))
+        device = ranks.device(cfg.device)
+        self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, device)
+        self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks)
+
+    @together
+    def roll_out(self, source: str, tasks: list[Task], n: int, seed: tuple[int | str, ...], *,
+                 on_finish: Callable[[Trace], None] | None = None) -> list[Trace]:
+        """rollout.run, each rank on its share of the tasks -> on rank 0 all traces, in the order of (task, sample).
+
+        `on_finish` gets those of rank 0.
+        """
+        own, judge = self.ranks.share(tasks), self.env.judge
+        traces = rollout.run(self.engine, self.env, self.sandbox, source, own, n, seed, self.rollout_cfg,
+                             on_finish) if own else []
+        news = judge.tell() if judge and self.ranks.rank else None
+        of_ranks = self.ranks.gather((traces, news))
+        for _, news in of_ranks[1:]:
+            if judge:
+                judge.hear(news)
+        found = {(trace.task_id, trace.sample): trace for traces, _ in of_ranks for trace in traces}
+        return [found[task.id, sample] for task in tasks for sample in range(n)] if found else []
+
+    @together
+    def train(self, trajectories: list[Trajectory], seed: int) -> StepStats:
+        return self.trainer.step(trajectories, seed)
+
+    @together
+    def serve_weights(self) -> None:
+        """Each engine serves the trainer's weights, bit for bit, or the run stops."""
+        if self.engine.version != self.trainer.version:
+            self.engine.load_weights(self.trainer.weights(), self.trainer.version)
+        if self.engine.checksum() != self.trainer.checksum():
+            raise RuntimeError("the engine does not serve the weights that were trained")
+
+    @together
+    def save(self, folder: Path) -> None:
+        self.trainer.save(folder, self.engine.tokenizer)
+
+    @together
+    def load(self, folder: Path) -> None:
+        self.trainer.load(folder)
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+
+def lead(cfg: Config, env, ranks: Ranks) -> Team:
+    """Rank 0's team. The others make theirs of the same settings, and know what the judge has said in this run."""
+    ranks.broadcast((cfg, env.judge and env.judge.verdicts))
+    return Team(cfg, env, ranks)
+
+
+def follow(ranks: Ranks) -> None:
+    """What every rank but 0 does: carries out orders until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # rank 0 says that it was stopped
+    begin = ranks.broadcast()
+    if begin is None:                                   # rank 0 found nothing to share
+        return
+    cfg, verdicts = begin
+    env = make_env(cfg)
+    if verdicts:
+        env.judge.verdicts.update(verdicts)
+    with closing(Team(cfg, env, ranks)) as team:
+        while (order := ranks.broadcast()) is not None:
+            name, args = order
+            getattr(team, name)(*args)
