@@ -23,6 +23,8 @@ from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
 
+import torch
+
 import compare
 import data
 import export
@@ -98,6 +100,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
     check_layers(cfg.waived_layers)
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
         rollout_config(cfg)
         train_config(cfg)

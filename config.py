@@ -89,7 +89,7 @@ class Config:
     autocast_bf16: bool = True
     gradient_checkpointing: bool = True     # less memory, more time; changes no result
     # machinery
-    device: str = "cpu"
+    device: str = "cpu"                     # cpu or cuda; with several ranks, one GPU each
     proposer: str = "rules"
     waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
     track: str = ""                         # wandb, trackio or tensorboard: a live copy of metrics.jsonl
@@ -104,7 +104,7 @@ class Config:
 
 
 PRESETS = {
-    "paper": {},                            # the table of the paper; the defaults of Config are its column for math
+    "paper": dict(device="cuda"),           # the table of the paper; the defaults of Config are its column for math
     "tiny": dict(                           # its adaptive settings are the paper's, shrunk as E and I are
         model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
         patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,

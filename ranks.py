@@ -16,6 +16,7 @@ traceback below that rank's message. torchrun itself starts the program as well.
 Differs from the paper: nothing; the paper does not say how its training is spread over GPUs.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -100,8 +101,9 @@ def open_ranks() -> Iterator[Ranks]:
     try:
         yield ranks
     except BaseException as error:
-        if not is_first_to_fail(store):
-            time.sleep(GRACE_S)
+        is_first = is_first_to_fail(store)
+        time.sleep(1 if is_first else GRACE_S)          # if it is a dead rank that broke this one, it is ended here
+        if not is_first:
             os._exit(1)
         error.add_note(f"on rank {rank} of {world}")
         raise
@@ -117,17 +119,18 @@ def is_first_to_fail(store: dist.Store) -> bool:
 
 def launch(argv: list[str]) -> int:
     """torchrun with these arguments -> the exit code of the rank that failed first; 128 + n after signal n."""
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")   # torchrun's account of how it ends the ranks; read on import
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    logging.disable(logging.ERROR)                  # torchrun's account of how it ends the ranks
     try:
         torchrun.run(torchrun.parse_args(argv))
     except ChildFailedError as error:
-        killed = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-        for rank, failure in killed.items():        # it had no time for a message of its own
-            print(f"run.sh: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        code = next(iter(killed.values()), error.get_first_failure()[1]).exitcode
+        # the launcher itself ends the others with SIGTERM; by any other signal a rank died without a word of its own
+        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        rank, code = min(failures.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
+        if code < 0:
+            print(f"run.sh: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval

@@ -12,12 +12,15 @@ from contextlib import closing
 from functools import wraps
 from pathlib import Path
 
+import torch
+
 import rollout
 from config import Config, make_env, rollout_config, train_config
 from engine import TransformersEngine
 from ranks import Ranks
 from rft import StepStats, Trainer, Trajectory
 from rollout import Trace
+from rundir import UsageError
 from sandbox import Sandbox
 from tasks import Task
 
@@ -37,6 +40,8 @@ class Team:
 
     def __init__(self, cfg: Config, env, ranks: Ranks):
         self.env, self.ranks, self.rollout_cfg = env, ranks, rollout_config(cfg)
+        if cfg.device == "cuda" and ranks.local_world > torch.cuda.device_count():
+            raise UsageError(f"{ranks.local_world} ranks for {torch.cuda.device_count()} GPUs: set WHALE_RANKS")
         env.open()
         n_cores = (os.cpu_count() or 1) // ranks.local_world            # the ranks of a machine share them
         self.sandbox = Sandbox(cfg.waived_layers, max_jobs=max(1, n_cores))

@@ -128,6 +128,10 @@ def folder(folders):
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    return make_tokenizer()
+
+
+def make_tokenizer():
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
@@ -246,6 +250,29 @@ def test_chunked_head_is_the_full_head(any_folder):
         found.append(grads(trainer))
     assert_close(found[0], found[2])
     assert_close(found[1], found[2])
+
+
+def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradient(any_folder):
+    found, n_calls = [], []
+    for on in (False, True):
+        trainer, calls = Trainer(any_folder, replace(CFG, micro_tok=60, gradient_checkpointing=on), "cpu"), []
+        for layer in trainer.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, inputs, calls=calls: calls.append(module))
+        trainer.accumulate_grads(flat(batch()))
+        found.append(grads(trainer))
+        n_calls.append(len(calls))
+    assert len(trainer.layers) == 2 and n_calls[1] == 2 * n_calls[0] > 0
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(any_folder):
+    kept = []
+    for on in (False, True):
+        trainer, n_bytes = Trainer(any_folder, replace(CFG, gradient_checkpointing=on), "cpu"), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, n=n_bytes: n.append(t.nbytes) or t, lambda t: t):
+            trainer.sum_token_losses(flat(batch()))
+        kept.append(sum(n_bytes))
+    assert kept[1] < kept[0] / 2
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path):
