@@ -122,7 +122,8 @@ CHOICES = {"domain": tuple(ENVS), "preset": tuple(PRESETS), "proposer": ("rules"
            "track": ("", "wandb", "trackio", "tensorboard")}
 PROPOSERS = {"rules": propose_by_rules}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
-FREE_ON_RESUME = {"out", "name", "n_workers", "track"}     # they change no result; nor does the address of a server
+# they change no result; nor does the address of a server
+FREE_ON_RESUME = {"out", "name", "n_workers", "track", "gradient_checkpointing"}
 
 
 def train_config(cfg: Config) -> TrainConfig:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from jail import LIBC, PR_SET_PDEATHSIG
 
 START_S = 600               # for all ranks to be there; importing torch from a busy file system takes a while
+COLLECTIVE_S = 900          # for a collective of the trainer, which all ranks enter at about the same time
 ORDER_DAYS = 30             # for the next order: rank 0 may wait hours for a coding agent. A dead rank is seen at once
 GRACE_S = 10                # in which a rank that another one's failure has broken waits to be ended
 
@@ -46,8 +47,8 @@ class Ranks:
     group: dist.ProcessGroup | None = None      # of gloo, for Python objects: they never touch a GPU
 
     def device(self, name: str) -> str:
-        """This rank's device: `cuda` is one GPU a rank."""
-        return f"cuda:{self.local_rank}" if name == "cuda" and self.world > 1 else name
+        """This rank's device: each has a GPU of its own."""
+        return f"cuda:{self.local_rank}" if name.startswith("cuda") and self.world > 1 else name
 
     def share(self, items: list) -> list:
         """This rank's part, dealt like cards: neighbours (tasks of one source) are often alike in length."""
@@ -95,7 +96,8 @@ def open_ranks() -> Iterator[Ranks]:
     has_gpu = local_rank < torch.cuda.device_count()
     if has_gpu:
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(seconds=COLLECTIVE_S))
     group = dist.new_group(backend="gloo", timeout=timedelta(days=ORDER_DAYS))
     ranks = Ranks(rank, world, local_rank, local_world, group)
     try:

@@ -49,6 +49,7 @@ from ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from rollout import Sequence
 
+FREE_ON_LOAD = {"gradient_checkpointing"}  # a run that ran out of memory may go on with it
 Trajectory = list["Sequence"]  # more than one sequence when the harness rewrote its context between calls
 
 
@@ -314,7 +315,7 @@ class Trainer:
     def _read(self, folder: Path) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """A checkpoint's version, weights and moments."""
         record = read_checkpoint_record(folder)
-        changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()})
+        changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()} - FREE_ON_LOAD)
         if changed:
             raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
         return record["version"], untied_weights(load_model(folder)), load_file(folder / "trainer.safetensors")

@@ -234,12 +234,11 @@ class Judge:
     def hear(self, told: tuple[int, int, int, str, dict[str, bool]]) -> None:
         """Takes what another rank's judge did as its own."""
         n_asked, n_failed, n_cached, last_error, verdicts = told
-        self.n_asked, self.n_failed, self.n_cached = (
-            self.n_asked + n_asked, self.n_failed + n_failed, self.n_cached + n_cached)
-        self.last_error = last_error or self.last_error
-        for case_hash, verdict in verdicts.items():
-            if case_hash not in self.verdicts:
-                self._remember(case_hash, verdict)
+        with self._lock:
+            self.n_asked, self.n_failed = self.n_asked + n_asked, self.n_failed + n_failed
+            self.n_cached, self.last_error = self.n_cached + n_cached, last_error or self.last_error
+            for case_hash in verdicts.keys() - self.verdicts.keys():
+                self._remember(case_hash, verdicts[case_hash])
 
     def _ask(self, case: str) -> bool | None:
         import requests  # only here: exact match does not need it

@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import set_verbosity_error
 
 import rollout
 from config import Config, make_env, rollout_config, train_config
@@ -40,7 +41,7 @@ class Team:
 
     def __init__(self, cfg: Config, env, ranks: Ranks):
         self.env, self.ranks, self.rollout_cfg = env, ranks, rollout_config(cfg)
-        if cfg.device == "cuda" and ranks.local_world > torch.cuda.device_count():
+        if cfg.device.startswith("cuda") and ranks.local_world > torch.cuda.device_count():
             raise UsageError(f"{ranks.local_world} ranks for {torch.cuda.device_count()} GPUs: set WHALE_RANKS")
         env.open()
         n_cores = (os.cpu_count() or 1) // ranks.local_world            # the ranks of a machine share them
@@ -99,7 +100,8 @@ def lead(cfg: Config, env, ranks: Ranks) -> Team:
 
 def follow(ranks: Ranks) -> None:
     """What every rank but 0 does: carries out orders until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # rank 0 says that it was stopped
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # rank 0 says that it was stopped,
+    set_verbosity_error()                               # and what transformers thinks of the model
     begin = ranks.broadcast()
     if begin is None:                                   # rank 0 found nothing to share
         return

@@ -29,7 +29,11 @@ def launch(*words, nodes=("--standalone",), n=2) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, timeout=120) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=timeout)
+    """-> exit code, all that it printed."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()                                              # and its ranks with it
     return process.returncode, output
 
 
@@ -178,20 +182,34 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_on_one(finished, tmp_path):
     process = launch(ROOT / "cli.py", *flags)
     wait_until((tmp_path / "run/weights/step_000001").exists, process)
     below = descendants(process.pid)
-    ranks = sorted(pid for pid in below if f"/proc/{process.pid}/" and b"cli.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    ranks = [pid for pid in below if b"cli.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]       # as they were started
     assert len(ranks) == 2 and len(below) >= 4, "two ranks, each with its sandbox"
     os.kill(ranks[1], signal.SIGKILL)
     killed_at = time.monotonic()
     code, output = finish(process)
     assert time.monotonic() - killed_at < 10 and code == 137
     assert "rank 1 was ended by SIGKILL" in output and "Traceback" not in output
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, below)):
-        assert time.monotonic() < deadline, "a child is left"
-        time.sleep(0.05)
+    assert_gone(below)
     code, output = call(*flags)
     assert code == 0, output
     assert_same_run(tmp_path / "run", finished)
+
+
+def test_no_rank_outlives_the_launcher(tmp_path):
+    process = launch(ROOT / "cli.py", "math", *SMALL, "--out", tmp_path, "--name", "run")
+    wait_until((tmp_path / "run/log.txt").exists, process)
+    below = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    assert len(below) >= 4
+    assert_gone(below)
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a child is left"
+        time.sleep(0.05)
 
 
 def assert_same_run(folder: Path, other: Path) -> None:
