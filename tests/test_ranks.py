@@ -153,11 +153,16 @@ def test_shares_are_balanced_and_hold_each_sequence_once():
 # --- a whole run ---
 
 
+def has_trained(folder: Path) -> bool:
+    """Whether its first weight step is done."""
+    return (folder / "state.json").exists() and json.loads((folder / "state.json").read_text())["weight_step"] == 1
+
+
 def test_a_run_of_one_rank_goes_on_on_two(finished, tmp_path):
     """The harness phase is shared; rank 0 alone proposes, gates, writes and prints; all as one rank would have done it."""
     flags = ["math", *SMALL, "--out", tmp_path, "--name", "run"]
     process = start(*flags)
-    wait_until((tmp_path / "run/weights/step_000001").exists, process)
+    wait_until(lambda: has_trained(tmp_path / "run"), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     code, output = finish(launch(ROOT / "tests/on_ranks.py", "watch", tmp_path, *flags))
@@ -173,14 +178,14 @@ def test_a_run_of_one_rank_goes_on_on_two(finished, tmp_path):
         scored += mine["seed"][-1] == "score" and len(mine["tasks"]) == 12                # of 24
     assert scored == len(list((tmp_path / "run").glob("harness/cycle_01/*/score.json"))) >= 2
     lines = (tmp_path / "run/log.txt").read_text().splitlines()
-    after = lines[[i for i, line in enumerate(lines) if line.startswith("resumed after weight step 1")][0]:]
+    after = lines[lines.index("resumed after weight step 1, in phase 1"):]
     assert len(after) > 8 and all(output.splitlines().count(line) == after.count(line) for line in after)
 
 
 def test_a_killed_rank_ends_all_and_the_run_goes_on_on_one(finished, tmp_path):
     flags = ["math", *SMALL, "--out", tmp_path, "--name", "run"]
     process = launch(ROOT / "cli.py", *flags)
-    wait_until((tmp_path / "run/weights/step_000001").exists, process)
+    wait_until(lambda: has_trained(tmp_path / "run"), process)
     below = descendants(process.pid)
     ranks = [pid for pid in below if b"cli.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]       # as they were started
     assert len(ranks) == 2 and len(below) >= 4, "two ranks, each with its sandbox"
@@ -197,7 +202,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_on_one(finished, tmp_path):
 
 def test_no_rank_outlives_the_launcher(tmp_path):
     process = launch(ROOT / "cli.py", "math", *SMALL, "--out", tmp_path, "--name", "run")
-    wait_until((tmp_path / "run/log.txt").exists, process)
+    wait_until((tmp_path / "run/final_harness.py").exists, process)
     below = descendants(process.pid)
     process.kill()
     process.communicate()
@@ -240,8 +245,8 @@ def test_a_rank_that_fails_ends_the_other_machine_too(tmp_path):
     for node in (0, 1):
         nodes = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", "29637")
         processes.append(launch(ROOT / "tests/on_ranks.py", "fail", tmp_path, "math", *SMALL, "--out", tmp_path, nodes=nodes, n=1))
-    (first, _), (second, output) = (finish(process, timeout=60) for process in processes)
-    assert first != 0 and second == 1 and "run.sh: rank 1: planted" in output
+    (first, other), (second, output) = (finish(process, timeout=60) for process in processes)
+    assert first != 0 and second == 1 and "run.sh: rank 1: planted" in output and "Traceback" not in other + output
 
 
 @pytest.mark.parametrize("flags, said, expected", [(["--epochs", "0.0001"], "run.sh: --epochs", 2), (["--help"], "usage: ", 0)])
