@@ -205,9 +205,10 @@ def test_no_rank_outlives_the_launcher(tmp_path):
     wait_until((tmp_path / "run/final_harness.py").exists, process)
     below = descendants(process.pid)
     process.kill()
-    process.communicate()
+    process.wait()                                                  # and not for the ranks, which hold its output
     assert len(below) >= 4
     assert_gone(below)
+    process.stdout.close()
 
 
 def assert_gone(pids: list[int]) -> None:
