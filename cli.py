@@ -287,7 +287,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_command(argv: list[str] | None, ranks: Ranks) -> int:
-    """One command -> its exit code. SystemExit with a message of argparse's where the words are wrong."""
+    """One command -> its exit code. SystemExit where argparse has said what is wrong with the words."""
     try:
         args = build_parser().parse_args(argv)
     except SystemExit as error:

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,7 +50,7 @@ class Ranks:
         """This rank's device: each has a GPU of its own."""
         return f"cuda:{self.local_rank}" if name.startswith("cuda") and self.world > 1 else name
 
-    def share(self, items: list) -> list:
+    def share(self, items: Sequence) -> Sequence:
         """This rank's part, dealt like cards: neighbours (tasks of one source) are often alike in length."""
         return items[self.rank::self.world]
 
