@@ -23,6 +23,8 @@ from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
 
+import torch
+
 import compare
 import data
 import export
@@ -37,6 +39,7 @@ from tasks import DataError, Row
 from gates import ForbiddenText, check_harness, parse_harness
 from harness_search import SearchError
 from jail import LAYERS
+from ranks import ALONE, Ranks, open_ranks
 from rft import CheckpointError
 from retriever import RetrieverDown
 from rollout import InfraError
@@ -47,7 +50,8 @@ from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
 from stats import bootstrap_ci
-from whale import Run, open_engine, task_means, train_whale
+from team import follow, open_engine
+from whale import Run, task_means, train_whale
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -98,6 +102,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     check_layers(cfg.waived_layers)
     if (cfg.engine == "server") != bool(cfg.urls):
         raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
+    if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
         rollout_config(cfg)
         train_config(cfg)
@@ -113,7 +119,7 @@ def check_layers(waived: tuple[str, ...]) -> None:
 
 def command_run(args: argparse.Namespace) -> int:
     cfg = resolve_config(args, args.word)
-    run = Run(cfg)
+    run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
         page, state = run.dir.path / "report.html", run.dir.path / "state.json"
@@ -282,13 +288,31 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+def run_command(argv: list[str] | None, ranks: Ranks) -> int:
+    """One command -> its exit code. SystemExit where argparse has said what is wrong with the words."""
     try:
-        return args.command(args)
+        args = build_parser().parse_args(argv)
+    except SystemExit as error:
+        if error.code:
+            raise
+        return 0                                        # --help
+    args.ranks = ranks
+    return args.command(args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    ranks = ALONE
+    try:
+        with open_ranks() as ranks:
+            if ranks.rank:
+                follow(ranks)
+                return 0
+            code = run_command(argv, ranks)
+            ranks.broadcast(None)                       # no more orders
+            return code
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {error}", file=sys.stderr)
+        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:
         print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)

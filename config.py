@@ -87,9 +87,10 @@ class Config:
     beta2: float = 0.999
     head_chunk_tok: int = 1024
     autocast_bf16: bool = True
+    gradient_checkpointing: bool = True     # less memory, more time; changes no result
     # machinery
     engine: str = "vllm"                    # what samples: transformers, vllm, server
-    device: str = "cpu"
+    device: str = "cpu"                     # cpu or cuda; with several ranks, one GPU each
     tp: int = 1                             # vllm: GPUs an engine
     gpu_memory_frac: float = 0.5            # vllm: of a GPU's memory while it samples; the trainer has the rest
     urls: str = ""                          # server: comma-separated URLs of vLLM or OpenAI-compatible servers
@@ -108,12 +109,12 @@ class Config:
 
 
 PRESETS = {
-    "paper": {},                            # the table of the paper; the defaults of Config are its column for math
+    "paper": dict(device="cuda"),           # the table of the paper; the defaults of Config are its column for math
     "tiny": dict(                           # its adaptive settings are the paper's, shrunk as E and I are
         model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
         patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
-        micro_tok=4096, autocast_bf16=False, engine="transformers"),
+        micro_tok=4096, autocast_bf16=False, engine="transformers", gradient_checkpointing=False),
 }
 DOMAIN_PRESETS = {                          # where a domain differs
     ("paper", "chess"): dict(model="Qwen/Qwen3.5-4B", max_assistant_tok=8129, max_calls=18),
@@ -127,7 +128,8 @@ CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
 PROPOSERS = {"rules": propose_by_rules}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
-FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share"}
+FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
+                  "gradient_checkpointing"}
 
 
 def train_config(cfg: Config) -> TrainConfig:
@@ -195,17 +197,22 @@ def load_split(env, value: str) -> list[Task]:
 
 def load_splits(cfg: Config) -> tuple:
     """-> the environment and its splits {"train", "harness", "test"}, checked to be disjoint."""
-    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
-        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
-    try:
-        env = ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
+    env = make_env(cfg)
     embedded = ROOT / "embedded" / cfg.domain
     splits = {split: load_split(env, given or str(embedded / f"{split}.jsonl"))
               for split, given in (("train", cfg.train), ("harness", cfg.harness_set), ("test", cfg.test))}
     check_disjoint(**splits)
     return env, splits
+
+
+def make_env(cfg: Config):
+    """The environment of cfg.domain, with the retriever and the judge that the flags name."""
+    if cfg.domain != "search" and (cfg.retriever or cfg.judge_url):
+        raise UsageError(f"--judge-url and --retriever are for search; {cfg.domain} has no use for them")
+    try:
+        return ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:

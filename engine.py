@@ -61,12 +61,15 @@ class Completion:
 
 
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(named, key=lambda pair: pair[0]):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale.
+
+    Takes one tensor at a time: they may be made only when asked for.
+    """
+    lines = []
+    for name, tensor in named:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}\n")
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -110,6 +110,7 @@ class Search:
     resumed search repeats nothing.
 
     proposer: request -> 1 to M candidates, whose names and iterations are set here; what it raises is not caught.
+    roll_out(source, tasks, n, seed, on_finish=f): traces in the order of (task, sample), as rollout.run makes them.
     on_candidate(title, n_rollouts): a context manager that yields a function to call after each rollout.
     n_done: iterations whose outcomes the caller has already; `iterate` goes on after them.
     fst_h0: the file that candidates may differ from in their prompts only; "": they may differ in anything.
@@ -117,11 +118,11 @@ class Search:
 
     def __init__(self, folder: Path, engine, env, sandbox: Sandbox, incumbent: Candidate, tasks: list[Task],
                  forbidden: ForbiddenText, seed: tuple[int | str, ...], rollout_cfg: RolloutConfig, n_candidates: int,
-                 proposer: Callable[[ProposalRequest], list[Candidate]], on_candidate: Callable | None = None,
-                 n_done: int = 0, fst_h0: str = ""):
+                 proposer: Callable[[ProposalRequest], list[Candidate]], roll_out: Callable[..., list[rollout.Trace]],
+                 on_candidate: Callable | None = None, n_done: int = 0, fst_h0: str = ""):
         self.folder, self.engine, self.env, self.sandbox = Path(folder), engine, env, sandbox
         self.tasks, self.forbidden, self.seed, self.cfg = tasks, forbidden, seed, rollout_cfg
-        self.n_candidates, self.proposer, self.fst_h0 = n_candidates, proposer, fst_h0
+        self.n_candidates, self.proposer, self.roll_out, self.fst_h0 = n_candidates, proposer, roll_out, fst_h0
         self.bill = Bill(0)                                     # of the last iteration
         self.on_candidate = on_candidate or (lambda title, n_rollouts: nullcontext(lambda: None))
         self.incumbent = replace(incumbent, name="h0", parent="", iteration=1)
@@ -228,8 +229,8 @@ class Search:
             return Outcome(candidate, None, refused, **gates)
         with self.on_candidate(f"scoring {candidate.name}", len(self.tasks)) as advance:
             started = time.monotonic()
-            traces = rollout.run(self.engine, self.env, self.sandbox, candidate.source, self.tasks, 1,
-                                 (*self.seed, "score"), self.cfg, lambda trace: advance())
+            traces = self.roll_out(candidate.source, self.tasks, 1, (*self.seed, "score"),
+                                   on_finish=lambda trace: advance())
         score = self._score(candidate, traces, time.monotonic() - started)
         write_atomically(folder / "traces.jsonl", "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
         write_atomically(folder / "score.json", json.dumps(asdict(score) | gates, indent=1) + "\n")

@@ -8,6 +8,10 @@ One weight step is one epoch over the accepted trajectories of one prompt batch,
 constant learning rate of 1e-7; no KL, no entropy term, no advantage. On CPU it is bit for bit a function of weights,
 optimiser, trajectories in their order, seed and thread count; on a GPU the backward pass adds in no fixed order.
 
+On several ranks (ranks.py) weights, gradients and optimiser are sharded by FSDP2: fp32 masters, bf16 compute, gradients
+summed in fp32. Every rank is given all trajectories and trains on its share of each minibatch, so the update is that of
+one rank to rounding, and a checkpoint knows nothing of the number of ranks that wrote it.
+
 Differs from the paper:
 - S+ in J is one minibatch: each optimiser step divides by the supervised tokens of its own minibatch. The last one of
   a weight step holds what is left and counts as a whole optimiser step (the paper does not say).
@@ -24,21 +28,28 @@ import random
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import load_model, untied_weights, weights_checksum
+from ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from rollout import Sequence
 
+FREE_ON_LOAD = {"gradient_checkpointing"}  # a run that ran out of memory may go on with it
 Trajectory = list["Sequence"]  # more than one sequence when the harness rewrote its context between calls
 
 
@@ -53,6 +64,7 @@ class TrainConfig:
     beta2: float
     head_chunk_tok: int  # tokens whose logits exist at a time: memory, not the result
     autocast_bf16: bool  # matrix products in bf16; weights, gradients and optimiser stay fp32
+    gradient_checkpointing: bool  # a layer's activations are made again in the backward pass: memory, not the result
 
     def __post_init__(self):
         for name in ("lr", "minibatch", "micro_tok", "max_grad_norm", "head_chunk_tok"):
@@ -76,19 +88,74 @@ class CheckpointError(RuntimeError):
     """A checkpoint that is incomplete, damaged or of another configuration; the message names the file or field."""
 
 
-class Trainer:
-    """Model, AdamW and weights version. `version` counts the weight steps that changed the weights."""
+class TokenLosses(torch.nn.Module):
+    """Model and loss as one module: FSDP keeps what its root owns (embedding, last norm, head) whole from the forward
+    pass to the end of the backward pass, so all chunks of the head use it and none asks other ranks for it."""
 
-    def __init__(self, model_dir: str | Path, cfg: TrainConfig, device: str | torch.device):
-        self.cfg, self.device, self.version = cfg, torch.device(device), 0
+    def __init__(self, model: torch.nn.Module, head_chunk_tok: int):
+        super().__init__()
+        self.model, self.head_chunk_tok = model, head_chunk_tok
+        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma
+
+    def forward(self, ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        """-sum of log p_theta over the tokens under the mask; ids and loss_mask (B, T) -> scalar, fp32."""
+        hidden = self.hidden(ids)  # (B, T, D)
+        # position t predicts token t + 1; only positions before a supervised token go through the head
+        hidden = hidden[:, :-1][loss_mask[:, 1:]]  # (N, D)
+        targets = ids[:, 1:][loss_mask[:, 1:]]  # (N,)
+        # (N, V) logits of a 248,320-word vocabulary do not fit: made in chunks, and once more in the backward pass
+        chunks = zip(hidden.split(self.head_chunk_tok), targets.split(self.head_chunk_tok), strict=True)
+        return torch.stack([checkpoint(self._sum_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        # No padding mask: every layer looks left only, so pads on the right change nothing (a test proves it for each
+        # architecture), and without a mask attention takes its fast path.
+        return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+
+    def _sum_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(hidden), targets, reduction="sum")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.model.get_output_embeddings()(hidden).float()  # (N, V)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+class Trainer:
+    """Model, AdamW and weights version. `version` counts the weight steps that changed the weights.
+
+    With several ranks every method is called by all of them, with the same arguments.
+    """
+
+    def __init__(self, model_dir: str | Path, cfg: TrainConfig, device: str | torch.device, ranks: Ranks = ALONE):
+        self.cfg, self.device, self.ranks, self.version = cfg, torch.device(device), ranks, 0
         self.model = load_model(model_dir).to(self.device)
-        text_config = self.model.config.get_text_config()
-        self.softcap = getattr(text_config, "final_logit_softcapping", None)  # Gemma
-        self.max_seq_tok = min(cfg.micro_tok, text_config.max_position_embeddings)
+        self.losses = TokenLosses(self.model, cfg.head_chunk_tok)
+        self.max_seq_tok = min(cfg.micro_tok, self.model.config.get_text_config().max_position_embeddings)
         self._check_head()
+        self.layers = [m for m in self.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not self.layers and (cfg.gradient_checkpointing or ranks.world > 1):
+            raise ValueError(f"{type(self.model).__name__} does not say what is a layer (GradientCheckpointingLayer)")
+        if cfg.gradient_checkpointing:
+            for layer in self.layers:  # transformers' own switch does nothing in eval mode, which is ours
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if ranks.world > 1:
+            self._shard()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay
         )
+
+    def _shard(self) -> None:
+        """Each rank keeps 1 / world of every tensor; a layer is whole only while it computes."""
+        shard = partial(
+            fully_shard,
+            mesh=init_device_mesh(self.device.type, (self.ranks.world,)),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if self.cfg.autocast_bf16 else None, reduce_dtype=torch.float32
+            ),
+        )
+        for layer in self.layers:
+            shard(layer)
+        shard(self.losses)
 
     def step(self, trajectories: list[Trajectory], seed: int | tuple[int, ...]) -> StepStats:
         """One weight step: one SFT epoch over accepted trajectories, shuffled by `seed`, e.g. (run seed, phase, step).
@@ -105,8 +172,7 @@ class Trainer:
         for start in range(0, len(order), self.cfg.minibatch):
             minibatch = [sequence for i in order[start : start + self.cfg.minibatch] for sequence in trajectories[i]]
             minibatch_loss_sum, minibatch_padded_tok = self.accumulate_grads(minibatch)
-            # a NaN stops the run here, before it is in the weights
-            norm = clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm, error_if_nonfinite=True)
+            norm = self.clip_grads()
             self.optimizer.step()
             self.optimizer.zero_grad()
             loss_sum += minibatch_loss_sum
@@ -128,45 +194,45 @@ class Trainer:
 
     def accumulate_grads(self, minibatch: list["Sequence"]) -> tuple[float, int]:
         """Adds the gradient of -J over the minibatch to .grad; returns the sum of token losses and n tokens padded."""
-        n_supervised_tok = count_supervised_tok(minibatch)  # of all micro-batches at once: no mean of means
-        loss_sum, n_padded_tok = torch.zeros((), device=self.device), 0
-        for micro_batch in split_by_length(minibatch, self.cfg.micro_tok):
+        world = self.ranks.world
+        n_supervised_tok = count_supervised_tok(minibatch)  # of all micro-batches and ranks at once: no mean of means
+        of_ranks = [split_by_length(share, self.cfg.micro_tok) for share in split_by_load(minibatch, world)]
+        n_passes = max(map(len, of_ranks))  # a pass is a collective: a rank with fewer micro-batches adds empty ones
+        own = of_ranks[self.ranks.rank]
+        loss_sum = torch.zeros((), device=self.device)
+        for micro_batch in own + [[]] * (n_passes - len(own)):
             micro_loss_sum = self.sum_token_losses(micro_batch)
-            (micro_loss_sum / n_supervised_tok).backward()
+            (micro_loss_sum * world / n_supervised_tok).backward()  # FSDP averages over ranks
             loss_sum += micro_loss_sum.detach()
-            n_padded_tok += len(micro_batch) * max(len(s.ids) for s in micro_batch)
-        return loss_sum.item(), n_padded_tok
+        padded = (len(m) * max(len(s.ids) for s in m) for micro_batches in of_ranks for m in micro_batches)
+        return self.ranks.sum(loss_sum).item(), sum(padded)
 
     def sum_token_losses(self, micro_batch: list["Sequence"]) -> torch.Tensor:
-        """-sum of log p_theta over the supervised tokens of the micro-batch; scalar, fp32."""
+        """-sum of log p_theta over the supervised tokens of the micro-batch, 0 of an empty one; scalar, fp32."""
         ids, loss_mask = (t.to(self.device) for t in pad_right(micro_batch))  # each (B, T)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.autocast_bf16):
-            hidden = self._hidden(ids)  # (B, T, D)
-            # position t predicts token t + 1; only positions before a supervised token go through the head
-            hidden = hidden[:, :-1][loss_mask[:, 1:]]  # (N, D)
-            targets = ids[:, 1:][loss_mask[:, 1:]]  # (N,)
-            # (N, V) logits of a 248,320-word vocabulary do not fit: made in chunks, and once more in the backward pass
-            size = self.cfg.head_chunk_tok
-            chunks = zip(hidden.split(size), targets.split(size), strict=True)
-            return torch.stack([checkpoint(self._sum_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
+        # where FSDP holds the weights it casts them itself
+        enabled = self.cfg.autocast_bf16 and self.ranks.world == 1
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+            return self.losses(ids, loss_mask)
 
-    def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        # No padding mask: every layer looks left only, so pads on the right change nothing (a test proves it for each
-        # architecture), and without a mask attention takes its fast path.
-        return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    def clip_grads(self) -> torch.Tensor:
+        """Scales all gradients to a norm of at most max_grad_norm; returns the norm before.
 
-    def _sum_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self._logits(hidden), targets, reduction="sum")
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()  # (N, V)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        A NaN stops the run here, on every rank, before it is in the weights.
+        """
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = whole(get_total_norm(grads))
+        if not norm.isfinite():
+            raise RuntimeError(f"the gradient is non-finite (its norm is {norm.item()}); the weights are unchanged")
+        clip_grads_with_norm_(self.model.parameters(), self.cfg.max_grad_norm, norm)
+        return norm
 
     def _check_head(self) -> None:
         """Decoder + head must be the model's own forward pass; some models scale logits after it (Granite, Cohere)."""
         ids = torch.arange(4, device=self.device)[None]  # (1, 4)
         with torch.no_grad():
-            ours, theirs = self._logits(self._hidden(ids)), self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.losses.logits(self.losses.hidden(ids))
+            theirs = self.model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item()):
             raise ValueError(f"{type(self.model).__name__} changes its logits after the head in an unknown way")
 
@@ -188,8 +254,10 @@ class Trainer:
                 raise ValueError(f"token ids {min(s.ids)} to {max(s.ids)} are not all in the vocabulary of {n_vocab}")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, live fp32 tensor); a tied tensor once, under the name that checkpoints use."""
-        yield from untied_weights(self.model).items()
+        """(name, fp32 tensor); a tied tensor once, under the name that checkpoints use. Live on one rank; on several,
+        gathered one at a time, on every rank, so each must ask for all of them."""
+        for name, tensor in untied_weights(self.model).items():
+            yield name, whole(tensor)
 
     def checksum(self) -> str:
         return weights_checksum(self.weights())
@@ -198,20 +266,23 @@ class Trainer:
         """HF folder in fp32, trainer.safetensors and, last, trainer.json; `folder` appears whole or not at all.
 
         A folder of that name (left by a killed run that now repeats the step) is replaced: never save over the
-        checkpoint that a run would resume from.
+        checkpoint that a run would resume from. Rank 0 writes, and alone needs the file system.
         """
+        weights = self._gather(untied_weights(self.model).items())
+        moments = self._gather(
+            (f"{name}.{key}", value)
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()  # exp_avg, exp_avg_sq, step
+        )
+        if self.ranks.rank > 0:
+            return
         folder = Path(folder)
         aside = folder.with_name(folder.name + ".tmp")
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
-        self.model.save_pretrained(aside)
+        self.model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
-        moments = {
-            f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()  # exp_avg, exp_avg_sq, step
-        }
         save_file(moments, aside / "trainer.safetensors")
         files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
         record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
@@ -224,25 +295,69 @@ class Trainer:
         _fsync(folder.parent)
 
     def load(self, folder: str | Path) -> None:
-        """Makes this trainer the one that was saved, bit for bit. Raises CheckpointError before anything is changed."""
-        folder = Path(folder)
-        record = read_checkpoint_record(folder)
-        changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()})
-        if changed:
-            raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
-        self.model.load_state_dict(load_model(folder).state_dict())
+        """Makes this trainer the one that was saved, bit for bit, by however many ranks. Rank 0 reads and hands out.
+
+        Raises CheckpointError before anything is changed.
+        """
+        version, weights, moments = self._read(Path(folder)) if self.ranks.rank == 0 else (0, {}, {})
+        self.version, names = self.ranks.broadcast((version, list(moments)))
+        for name, tensor in untied_weights(self.model).items():
+            self._fill(tensor, weights.get(name))
         parameters = dict(self.model.named_parameters())
         self.optimizer.state.clear()
-        for key, value in load_file(folder / "trainer.safetensors").items():
+        for key in names:
             name, _, kind = key.rpartition(".")
-            # AdamW keeps its step count on the CPU
-            self.optimizer.state[parameters[name]][kind] = value if kind == "step" else value.to(self.device)
-        self.version = record["version"]
+            state = self.optimizer.state[parameters[name]]
+            # AdamW keeps its step count on the CPU, whole on every rank
+            state[kind] = torch.zeros(()) if kind == "step" else torch.zeros_like(parameters[name])
+            self._fill(state[kind], moments.get(key))
+
+    def _read(self, folder: Path) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """A checkpoint's version, weights and moments."""
+        record = read_checkpoint_record(folder)
+        changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()} - FREE_ON_LOAD)
+        if changed:
+            raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
+        return record["version"], untied_weights(load_model(folder)), load_file(folder / "trainer.safetensors")
+
+    def _gather(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Whole tensors in rank 0's main memory, one after the other; {} on other ranks, which must take part."""
+        gathered = {}
+        for name, tensor in named:
+            tensor = whole(tensor)
+            if self.ranks.rank == 0:
+                gathered[name] = tensor.cpu()
+        return gathered
+
+    def _fill(self, tensor: torch.Tensor, source: torch.Tensor | None) -> None:
+        """tensor <- rank 0's source, of which each rank gets its shard; other ranks have none."""
+        if isinstance(tensor, DTensor):
+            source = torch.empty(tensor.shape) if source is None else source
+            source = distribute_tensor(source.to(self.device), tensor.device_mesh, tensor.placements)
+        else:
+            source = self.ranks.broadcast(source)
+        with torch.no_grad():
+            tensor.copy_(source)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor with all its shards, which is a collective; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def count_supervised_tok(sequences: Iterable["Sequence"]) -> int:
-    """sum |I(tau)|, the denominator of J. With several ranks, the one place where the count has to become global."""
+    """sum |I(tau)|, the denominator of J."""
     return sum(sum(s.mask) for s in sequences)
+
+
+def split_by_load(sequences: list["Sequence"], n: int) -> list[list["Sequence"]]:
+    """n shares of about as many tokens each, the same on every rank; some are empty where there are few sequences."""
+    shares, n_tok = [[] for _ in range(n)], [0] * n
+    for sequence in sorted(sequences, key=lambda s: -len(s.ids)):  # the longest first, to whoever has the least
+        least = n_tok.index(min(n_tok))
+        shares[least].append(sequence)
+        n_tok[least] += len(sequence.ids)
+    return shares
 
 
 def split_by_length(sequences: list["Sequence"], micro_tok: int) -> list[list["Sequence"]]:
@@ -258,9 +373,10 @@ def split_by_length(sequences: list["Sequence"], micro_tok: int) -> list[list["S
 def pad_right(sequences: list["Sequence"]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, loss_mask), each (B, T). loss_mask is True on the tokens that the model sampled, never on padding.
 
-    It comes from the sequences, not from ids: the pad id may be a stop token that the model said.
+    It comes from the sequences, not from ids: the pad id may be a stop token that the model said. No sequences: a row
+    of padding.
     """
-    n_rows, n_cols = len(sequences), max(len(s.ids) for s in sequences)
+    n_rows, n_cols = max(1, len(sequences)), max((len(s.ids) for s in sequences), default=2)
     ids = torch.zeros(n_rows, n_cols, dtype=torch.long)
     loss_mask = torch.zeros(n_rows, n_cols, dtype=torch.bool)
     for row, s in enumerate(sequences):

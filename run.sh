@@ -10,6 +10,9 @@
 #   bash run.sh test [pytest flags]      the tests (about 8 minutes)
 #   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
+#
+# A run on GPUs (--preset paper or --device cuda) has a rank on each visible one; WHALE_RANKS=N sets their number, on CPUs
+# too. On several machines, the same command on each with NNODES, NODE_RANK and MASTER_ADDR set; slurm.sh does it.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -68,8 +71,33 @@ fi
 
 export TOKENIZERS_PARALLELISM=false
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sleep: the sandbox uses the same cores
+python=$env/bin/python
 case $word in
-  test) cd "$root" && exec "$env/bin/python" -m pytest "$@" ;;
-  test-vllm) cd "$root" && exec "$env/bin/python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
-  *) exec "$env/bin/python" "$root/cli.py" "$word" "$@" ;;
+  test) cd "$root" && exec "$python" -m pytest "$@" ;;
+  test-vllm) cd "$root" && exec "$python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
+  math|search|chess) ;;
+  *) exec "$python" "$root/cli.py" "$word" "$@" ;;
 esac
+
+count_gpus() {                                      # those that this run is to use
+  case " $* " in
+    *" --device cpu "*|*" --device=cpu "*) echo 0; return ;;
+    *" --device "*|*" --device="*|*" --preset paper "*|*" --preset=paper "*) ;;
+    *) echo 0; return ;;
+  esac
+  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+  else { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true; fi
+}
+
+ranks=${WHALE_RANKS:-$(count_gpus "$@")}
+case $ranks$(( ${NNODES:-1} )) in *[!0-9]*) echo "run.sh: WHALE_RANKS '$ranks' is no number" >&2; exit 2;; esac
+[ "$ranks" -ge 1 ] || ranks=1
+if [ "${NNODES:-1}" -gt 1 ]; then
+  : "${NODE_RANK:?is not set: the number of this machine, from 0}" "${MASTER_ADDR:?is not set: the address of machine 0}"
+  set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+    --nproc-per-node "$ranks" "$root/cli.py" "$word" "$@"
+elif [ "$ranks" -gt 1 ]; then set -- --standalone --nproc-per-node "$ranks" "$root/cli.py" "$word" "$@"
+else exec "$python" "$root/cli.py" "$word" "$@"; fi
+n_cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( n_cores > ranks ? n_cores / ranks : 1 ))}
+exec "$python" "$root/ranks.py" "$@"

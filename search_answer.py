@@ -171,12 +171,13 @@ class Judge:
         self.n_in_a_row = 0                             # without a verdict
         self.last_error = ""                            # why the last try failed
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._lock, self._verdicts, self._cache_path = threading.Lock(), {}, cache_path
+        self.verdicts: dict[str, bool] = {}             # by the hash of a case
+        self._lock, self._untold, self._cache_path = threading.Lock(), {}, cache_path
         if cache_path and Path(cache_path).exists():
             for n, line in enumerate(Path(cache_path).read_bytes().split(b"\n"), start=1):
                 try:
                     row = json.loads(line)
-                    self._verdicts[row["hash"]] = {True: True, False: False}[row["correct"]]
+                    self.verdicts[row["hash"]] = {True: True, False: False}[row["correct"]]
                 except (ValueError, LookupError, TypeError, RecursionError) as error:
                     if not b'{"hash": "'.startswith(line[:10]):               # else empty or cut by a kill: asked again
                         raise ValueError(f"{cache_path}, line {n}: is no judge's verdict; use another file") from error
@@ -195,9 +196,9 @@ class Judge:
         case = case.encode("utf-8", "backslashreplace").decode().replace("<", r"\u003c")       # no <|im_end|> in it
         case_hash = hashlib.sha256(json.dumps([self.model, JUDGE_PROMPT, case]).encode()).hexdigest()
         with self._lock:
-            if case_hash in self._verdicts:
+            if case_hash in self.verdicts:
                 self.n_cached += 1
-                return self._verdicts[case_hash]
+                return self.verdicts[case_hash]
             self.n_asked += 1
         verdict, n_tried = None, 0
         while verdict is None and n_tried < self.tries:
@@ -211,10 +212,33 @@ class Judge:
             if verdict is None:
                 self.n_failed += 1
                 return None
-            if case_hash not in self._verdicts and self._cache_path:
-                with open(self._cache_path, "a", encoding="utf-8") as file:
-                    file.write("\n" + json.dumps({"hash": case_hash, "correct": verdict}))
-            return self._verdicts.setdefault(case_hash, verdict)               # another thread may have asked the same
+            if case_hash not in self.verdicts:                      # another thread may have asked the same
+                self._untold[case_hash] = verdict
+                self._remember(case_hash, verdict)
+            return self.verdicts[case_hash]
+
+    def _remember(self, case_hash: str, verdict: bool) -> None:
+        if self._cache_path:
+            with open(self._cache_path, "a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"hash": case_hash, "correct": verdict}))
+        self.verdicts[case_hash] = verdict
+
+    def tell(self) -> tuple[int, int, int, str, dict[str, bool]]:
+        """What it did since it last told, for the judge of rank 0 to `hear`: counts, last failure, new verdicts."""
+        with self._lock:
+            told = self.n_asked, self.n_failed, self.n_cached, self.last_error, self._untold
+            self.n_asked = self.n_failed = self.n_cached = 0
+            self._untold = {}
+        return told
+
+    def hear(self, told: tuple[int, int, int, str, dict[str, bool]]) -> None:
+        """Takes what another rank's judge did as its own."""
+        n_asked, n_failed, n_cached, last_error, verdicts = told
+        with self._lock:
+            self.n_asked, self.n_failed = self.n_asked + n_asked, self.n_failed + n_failed
+            self.n_cached, self.last_error = self.n_cached + n_cached, last_error or self.last_error
+            for case_hash in verdicts.keys() - self.verdicts.keys():
+                self._remember(case_hash, verdicts[case_hash])
 
     def _ask(self, case: str) -> bool | None:
         import requests  # only here: exact match does not need it

@@ -61,11 +61,16 @@ class Server:
 
 
 class ServerEngine:
-    """The Engine contract over HTTP. `share`: a folder that this machine and all servers see under the same path."""
+    """The Engine contract over HTTP. `share`: a folder that this machine and all servers see under the same path.
+
+    Several ranks may use the same servers: the one that `leads` gives them their weights, and all of them call a
+    version by the `name` that they have in common. Another run's version 3 is not ours.
+    """
 
     exact = False
 
-    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
+    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096,
+                 name: str = "", leads: bool = True):
         self.tokenizer = load_tokenizer(model)
         self.local = threading.local()          # a connection pool a thread
         self.servers = [self._meet(url.strip().rstrip("/")) for url in urls.split(",") if url.strip()]
@@ -80,7 +85,7 @@ class ServerEngine:
         self.max_len = min([max_len, *(server.max_len for server in self.servers)])
         self.share, self.folder = share, None
         self.version, self.n_steps = 0, 0
-        self.run, self.stamp = uuid.uuid4().hex[:8], ""     # another run's version 3 is not ours
+        self.name, self.leads, self.stamp = name or uuid.uuid4().hex[:8], leads, ""
         self.n_retries = 0                      # for the curious
         self._threads = ThreadPoolExecutor(n_rows)
         self._futures: dict[Future, Hashable] = {}
@@ -126,11 +131,13 @@ class ServerEngine:
         given = {name: tensor.detach().to(self.dtype).cpu().contiguous() for name, tensor in named}
         check_names(self.shapes, given)
         before, self.folder = self.folder, self.share / f"version_{version}"
+        self.version, self.digests = version, digests_of(given)
+        self.stamp = f"{self.name}-{version}"
+        if not self.leads:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(self.folder)
         save_file(given, self.folder / "model.safetensors", metadata={"format": "pt"})
-        self.version, self.digests = version, digests_of(given)
-        self.stamp = f"{self.run}-{version}"
         with ThreadPoolExecutor(len(self.servers)) as threads:
             list(threads.map(self._give_weights, self.servers))
         if before and before != self.folder:
@@ -152,7 +159,7 @@ class ServerEngine:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.folder:
+        if self.folder and self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- inside ----

@@ -268,10 +268,10 @@ def make_folder() -> tuple[Path, TextIO]:
 
 
 def visible_gpus(device: str, tp: int) -> str:
-    """The GPUs of an engine: `tp` of the visible ones, from the trainer's own on."""
+    """The GPUs of an engine: the one of its rank, and of the next ranks with --tp."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     visible = visible if visible != [""] else [str(i) for i in range(torch.cuda.device_count())]
-    first = int(device.partition(":")[2] or 0) * tp
+    first = int(device.partition(":")[2] or 0)
     return ",".join(visible[first:first + tp])
 
 

@@ -19,28 +19,26 @@ Differs from the paper:
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import rollout
 import sched
+import team
 from config import (
     ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
-    load_splits, n_steps, open_judge, read_file, rollout_budget, rollout_config, train_config)
-from engine import TransformersEngine
+    load_splits, n_steps, open_judge, read_file, rollout_budget)
 from gates import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
+from ranks import ALONE, Ranks
 from report import REFRESH_S, write_report
-from rft import StepStats, Trainer
+from rft import StepStats
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
-from sandbox import Sandbox
-from server_engine import ServerEngine
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
-from vllm_engine import VllmEngine
 
 UNBOUNDED = 1 << 62         # training rollouts
 N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
@@ -65,9 +63,8 @@ def train_whale(run: "Run") -> None:
                 tasks = sample_tasks(run.train, cfg.seed, state.n_drawn, run.n_prompts(phase))     # x ~ D_weight
                 traces = run.roll_out("weight", tasks, cfg.group_size, state.weight_step)      # tau ~ pi_{theta,h}
                 accepted = [trace.sequences() for trace in traces if trace.accepted]           # S+
-                run.engine.sleep()                                              # the GPU is the trainer's
-                stats = run.trainer.step(accepted, derive_seed(cfg.seed, "sft", state.weight_step))
-                run.serve_weights()                                             # awake, and on-policy again
+                stats = run.team.train(accepted, derive_seed(cfg.seed, "sft", state.weight_step))
+                run.team.serve_weights()                                        # so the next rollouts are on-policy
                 run.finish_weight_step(phase, traces, stats)
         else:
             search = run.open_search(phase)                                     # iteration 1 scores the incoming h
@@ -91,21 +88,12 @@ def sample_tasks(tasks: list[Task], seed: int, n_drawn: int, n: int) -> list[Tas
     return picked
 
 
-def open_engine(cfg: Config) -> TransformersEngine | VllmEngine | ServerEngine:
-    """The engine that --engine names."""
-    if cfg.engine == "server":
-        share = Path(cfg.share or cfg.run_dir / "serving").resolve()
-        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len)
-    if cfg.engine == "vllm":
-        return VllmEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device, cfg.tp, cfg.gpu_memory_frac)
-    return TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
-
-
 class Run:
-    """The parts of a run, and what the loop asks of them, in the order in which it asks."""
+    """The parts of a run, and what the loop asks of them, in the order in which it asks. With several ranks, only rank
+    0 has one: it decides and writes, and what `self.team` does all do."""
 
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
+    def __init__(self, cfg: Config, ranks: Ranks = ALONE):
+        self.cfg, self.ranks = cfg, ranks
         self.env, splits = load_splits(cfg)
         self.h0 = read_file(cfg.harness or str(self.env.h0))
         if why := parse_harness(self.h0)[1]:
@@ -128,27 +116,26 @@ class Run:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
         if cfg.judge_url:
             self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
-        self.env.open()
-        self.sandbox = Sandbox(waive=cfg.waived_layers)
+        self.team = team.lead(cfg, self.env, self.ranks)
+        self.sandbox, self.engine, self.trainer = self.team.sandbox, self.team.engine, self.team.trainer
+        if cfg.method != "harness" and not self.engine.takes_weights:
+            raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
+                             "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
         layers = self.sandbox.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
-        self.engine = open_engine(cfg)
-        if cfg.method != "harness" and not self.engine.takes_weights:
-            raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
-                             "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
+        if self.ranks.world > 1:
+            self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines; the trainer is sharded over all")
         if self.engine.tokenizer.chat_template is None:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
-        self.trainer = Trainer(cfg.model, train_config(cfg), cfg.device)
-        self.rollout_cfg = rollout_config(cfg)
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
         self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
         if state.harness:
             self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if state.weight_step:
-            self.trainer.load(self.dir.weights_dir(state.weight_step))          # step n + 1 starts from step n
-            self.serve_weights()
+            self.team.load(self.dir.weights_dir(state.weight_step))             # step n + 1 starts from step n
+            self.team.serve_weights()
         if self.dir.resumed:
             self.say(f"resumed after weight step {state.weight_step}, in phase {state.phase + 1}")
         self.dir.clock("setup")
@@ -213,14 +200,18 @@ class Run:
 
     def roll_out(self, kind: str, tasks: list[Task], n: int, index: int | str) -> list[Trace]:
         """n rollouts a task of the current harness, charged to `kind`; seeds by (run, kind, index)."""
-        with self.dir.screen.bar(f"{kind} rollouts", len(tasks) * n) as advance:
-            traces = rollout.run(self.engine, self.env, self.sandbox, self.harness.source, tasks, n,
-                                 (self.cfg.seed, kind, index), self.rollout_cfg, lambda trace: advance())
+        with self.bar(f"{kind} rollouts", len(tasks) * n) as advance:
+            traces = self.team.roll_out(self.harness.source, tasks, n, (self.cfg.seed, kind, index),
+                                        on_finish=lambda trace: advance())
         if stale := {trace.version for trace in traces} - {self.trainer.version}:
             raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.trainer.version}")
         self.dir.charge(kind, **cost_of(traces))
         self.tell_judge()
         return traces
+
+    def bar(self, title: str, n_rollouts: int) -> AbstractContextManager[Callable[[], None]]:
+        """A progress bar: what this rank has done of its share stands for all."""
+        return self.dir.screen.bar(title, len(self.team.share(range(n_rollouts))))
 
     def tell_judge(self) -> None:
         """Says what the judge did since the last time: an unanswered question was decided by exact match."""
@@ -231,12 +222,6 @@ class Run:
                          f"remembered {judge.n_cached}{failure}",
                          asked=judge.n_asked, failed=judge.n_failed, cached=judge.n_cached)
             judge.n_asked = judge.n_failed = judge.n_cached = 0
-
-    def serve_weights(self) -> None:
-        """The engine serves the trainer's weights, bit for bit in its own dtype, or the run stops."""
-        self.engine.wake()
-        if self.engine.version != self.trainer.version:
-            self.engine.load_weights(self.trainer.weights(), self.trainer.version)
 
     def finish_weight_step(self, phase: sched.Phase, traces: list[Trace], stats: StepStats) -> None:
         """Records the signal (mean reward), logs, saves. Stops a run that has nothing to learn from."""
@@ -260,7 +245,7 @@ class Run:
             n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **rollout.summarise(traces))
         self.dir.write_traces("rollouts", f"step_{state.weight_step:06d}",
                               [trace.to_json(self.engine.tokenizer) for trace in pick_shown(traces)])
-        self.trainer.save(self.dir.weights_dir(state.weight_step), self.engine.tokenizer)
+        self.team.save(self.dir.weights_dir(state.weight_step))
         self.dir.clock("weight")
         self.dir.save()
         self._show(least_s=REFRESH_S)
@@ -284,9 +269,10 @@ class Run:
         return Search(
             folder=self.dir.path / "harness" / f"cycle_{phase.archive:02d}", engine=self.engine, env=self.env,
             sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
-            forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive), rollout_cfg=self.rollout_cfg,
+            forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive),
+            rollout_cfg=self.team.rollout_cfg, roll_out=self.team.roll_out,
             n_candidates=self.cfg.candidates, proposer=PROPOSERS[self.cfg.proposer],
-            on_candidate=self.dir.screen.bar, n_done=self.n_iterations(phase),
+            on_candidate=self.bar, n_done=self.n_iterations(phase),
             fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
@@ -397,8 +383,7 @@ class Run:
 
     def close(self) -> None:
         """Ends engine and sandbox with their processes, and gives the run directory free."""
-        self.engine.close()
-        self.sandbox.close()
+        self.team.close()
         self.dir.close()
 
     def _save_all(self) -> None:

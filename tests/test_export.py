@@ -117,7 +117,7 @@ def test_qwen3_5_is_trained_and_goes_back_into_the_whole_model(qwen, tmp_path):
     """Load the vision-language folder, one weight step, save, resume, export: the full class loads it, with the text
     weights of the trainer and the vision weights untouched."""
     cfg = TrainConfig(lr=1e-2, minibatch=2, micro_tok=512, max_grad_norm=1.0, weight_decay=0.01, beta1=0.9, beta2=0.999, head_chunk_tok=8,
-                      autocast_bf16=False)
+                      autocast_bf16=False, gradient_checkpointing=False)
     trainer = Trainer(qwen, cfg, "cpu")
     rows = [[Sequence(tuple(range(5, 5 + n)), (False,) * 4 + (True,) * (n - 4))] for n in (12, 30)]
     first = trainer.step(rows, 0).loss

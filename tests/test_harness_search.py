@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import mechanisms
 import harness_search as hs
 import nano
 import proposers
+import rollout
 from engine import TransformersEngine
 from envs import MathEnv
 from tasks import Task
@@ -83,7 +85,8 @@ def make_search(folder, engine, sandbox, **changes) -> Search:
         folder=folder, engine=engine, env=MathEnv(), sandbox=sandbox, tasks=TASKS, forbidden=FORBIDDEN,
         incumbent=Candidate("h7", "h2", "from the cycle before", (), H0, 3), seed=(0, "harness", 1), rollout_cfg=CFG,
         n_candidates=3, proposer=proposers.propose_by_rules)
-    return Search(**{**arguments, **changes})
+    arguments |= changes
+    return Search(roll_out=partial(rollout.run, engine, arguments["env"], sandbox, cfg=arguments["rollout_cfg"]), **arguments)
 
 
 def check(source, engine, sandbox, env=None, tasks=TASKS, forbidden=FORBIDDEN) -> list[gates.Probe]:

@@ -38,6 +38,7 @@ CFG = TrainConfig(
     beta2=0.999,
     head_chunk_tok=7,
     autocast_bf16=False,
+    gradient_checkpointing=False,
 )
 SIZES = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
 
@@ -127,6 +128,10 @@ def folder(folders):
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    return make_tokenizer()
+
+
+def make_tokenizer():
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
@@ -230,10 +235,10 @@ def test_a_row_alone_is_the_row_in_its_batch(any_folder):
     sequences = [s for s in flat(batch(seed=2)) if len(s.ids) > 1]
     assert max(len(s.ids) for s in sequences) > 4 * min(len(s.ids) for s in sequences)  # much padding
     ids, _ = pad_right(sequences)
-    together = trainer._hidden(ids)
+    together = trainer.losses.hidden(ids)
     assert torch.isfinite(together).all()
     for i, s in enumerate(sequences):
-        alone = trainer._hidden(torch.tensor([s.ids]))[0]
+        alone = trainer.losses.hidden(torch.tensor([s.ids]))[0]
         assert (together[i, : len(s.ids)] - alone).abs().max() < 1e-5
 
 
@@ -245,6 +250,29 @@ def test_chunked_head_is_the_full_head(any_folder):
         found.append(grads(trainer))
     assert_close(found[0], found[2])
     assert_close(found[1], found[2])
+
+
+def test_gradient_checkpointing_computes_each_layer_twice_and_changes_no_gradient(any_folder):
+    found, n_calls = [], []
+    for on in (False, True):
+        trainer, calls = Trainer(any_folder, replace(CFG, micro_tok=60, gradient_checkpointing=on), "cpu"), []
+        for layer in trainer.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, inputs, calls=calls: calls.append(module))
+        trainer.accumulate_grads(flat(batch()))
+        found.append(grads(trainer))
+        n_calls.append(len(calls))
+    assert len(trainer.layers) == 2 and n_calls[1] == 2 * n_calls[0] > 0
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(any_folder):
+    kept = []
+    for on in (False, True):
+        trainer, n_bytes = Trainer(any_folder, replace(CFG, gradient_checkpointing=on), "cpu"), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, n=n_bytes: n.append(t.nbytes) or t, lambda t: t):
+            trainer.sum_token_losses(flat(batch()))
+        kept.append(sum(n_bytes))
+    assert kept[1] < kept[0] / 2
 
 
 def test_a_model_that_scales_its_logits_is_refused(tmp_path):
@@ -492,7 +520,8 @@ def test_a_changed_version_in_the_marker_is_found(folder, tmp_path, tokenizer):
 def test_another_configuration_is_refused_by_name(folder, tmp_path, tokenizer):
     Trainer(folder, CFG, "cpu").save(tmp_path / "s", tokenizer)
     with pytest.raises(CheckpointError, match="other values of beta2, lr"):
-        Trainer(folder, replace(CFG, lr=2e-3, beta2=0.95), "cpu").load(tmp_path / "s")
+        Trainer(folder, replace(CFG, lr=2e-3, beta2=0.95, gradient_checkpointing=True), "cpu").load(tmp_path / "s")
+    Trainer(folder, replace(CFG, gradient_checkpointing=True), "cpu").load(tmp_path / "s")
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_the_next_save_works(folder, tmp_path, tokenizer, monkeypatch):

@@ -446,6 +446,19 @@ def test_empty_long_and_goldless_answers_are_not_sent(serve):
     assert server.requests == [] and counters(judge) == (0, 0, 0)
 
 
+def test_a_judge_hears_what_another_ranks_judge_did(serve, tmp_path):
+    server = serve(RIGHT)
+    other, judge = Judge(server.url, "m"), Judge(server.url, "m", cache_path=tmp_path / "verdicts")
+    judge.same(*ASK)
+    other.same(*ASK)
+    other.same("?", ["a"], "b")
+    judge.hear(other.tell())
+    assert (judge.n_asked, judge.n_failed, judge.n_cached) == (3, 0, 0) and other.n_asked == 0
+    judge.hear(other.tell())
+    assert judge.n_asked == 3 and judge.same("?", ["a"], "b") is True and judge.n_cached == 1
+    assert len(Judge(server.url, "m", cache_path=tmp_path / "verdicts").verdicts) == 2, "each once in the file"
+
+
 def test_verdicts_are_cached_in_memory_and_in_a_file(serve, tmp_path):
     server, path = serve(RIGHT, WRONG, b"down"), tmp_path / "judge.jsonl"
     judge = Judge(server.url, "m", KEY, cache_path=path)

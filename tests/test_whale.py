@@ -87,7 +87,7 @@ def test_a_changed_corpus_is_refused(tmp_path):
     (["search", "--retriever", "http://"], "http"), (["search", "--judge-url", "ftp://x", "--judge-model", "m"], "ftp://x"),
 ])
 def test_flags_of_search_are_checked_before_a_model_is_loaded(flags, words, tmp_path, monkeypatch):
-    monkeypatch.setattr("whale.TransformersEngine", None)
+    monkeypatch.setattr("team.TransformersEngine", None)
     code, output = call(*flags, "--out", tmp_path)
     assert code in (1, 2) and words in output and "Traceback" not in output and not list(tmp_path.iterdir())
 
@@ -341,12 +341,12 @@ def test_the_engine_must_serve_the_trained_weights(tmp_path, monkeypatch):
     with run.sandbox, torch.no_grad():
         next(run.trainer.model.parameters()).add_(1.0)
         run.trainer.version += 1
-        run.serve_weights()
+        run.team.serve_weights()
         next(run.trainer.model.parameters()).add_(1.0)
         run.trainer.version += 1
         monkeypatch.setattr(run.engine, "load_weights", lambda named, version: None)
         with pytest.raises(RuntimeError, match="does not serve"):
-            run.serve_weights()
+            run.team.serve_weights()
 
 
 def test_eval_command(tmp_path):
