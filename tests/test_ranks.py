@@ -28,7 +28,7 @@ def launch(*words, nodes=("--standalone",), n=2) -> subprocess.Popen:
                             env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def finish(process: subprocess.Popen, timeout=120) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout=240) -> tuple[int, str]:
     """-> exit code, all that it printed."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, process: subprocess.Popen, timeout=120) -> None:
+def wait_until(condition, process: subprocess.Popen, timeout=240) -> None:
     deadline = time.monotonic() + timeout
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -193,7 +193,7 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_on_one(finished, tmp_path):
     os.kill(ranks[1], signal.SIGKILL)
     killed_at = time.monotonic()
     code, output = finish(process)
-    assert time.monotonic() - killed_at < 10 and code == 137
+    assert time.monotonic() - killed_at < 20 and code == 137
     assert "rank 1 was ended by SIGKILL" in output and "Traceback" not in output
     assert_gone(below)
     code, output = call(*flags)
@@ -236,7 +236,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize("case, said", [("fail", "run.sh: rank 1: planted"), ("fail-unknown", "KeyError: 'planted'")])
 def test_a_rank_that_fails_ends_all_with_its_message(tmp_path, case, said):
     process = launch(ROOT / "tests/on_ranks.py", case, tmp_path, "math", *SMALL, "--out", tmp_path, "--name", "run")
-    code, output = finish(process, timeout=60)
+    code, output = finish(process, timeout=120)
     assert code == 1 and said in output and ("Traceback" in output) == (case == "fail-unknown"), output
     assert "[rank0]" not in output and "ChildFailedError" not in output
 
@@ -247,13 +247,13 @@ def test_a_rank_that_fails_ends_the_other_machine_too(tmp_path):
     for node in (0, 1):
         nodes = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", "29637")
         processes.append(launch(ROOT / "tests/on_ranks.py", "fail", tmp_path, "math", *SMALL, "--out", tmp_path, nodes=nodes, n=1))
-    (first, other), (second, output) = (finish(process, timeout=60) for process in processes)
+    (first, other), (second, output) = (finish(process, timeout=120) for process in processes)
     assert first != 0 and second == 1 and "run.sh: rank 1: planted" in output and "Traceback" not in other + output
 
 
 @pytest.mark.parametrize("flags, said, expected", [(["--epochs", "0.0001"], "run.sh: --epochs", 2), (["--help"], "usage: ", 0)])
 def test_a_bad_request_is_said_once(tmp_path, flags, said, expected):
-    code, output = finish(launch(ROOT / "cli.py", "math", *flags, "--out", tmp_path), timeout=60)
+    code, output = finish(launch(ROOT / "cli.py", "math", *flags, "--out", tmp_path), timeout=120)
     assert code == expected and output.count(said) == 1
     assert "Traceback" not in output and "torch/distributed" not in output and not list(tmp_path.iterdir())
 
