@@ -28,6 +28,7 @@ import torch
 import compare
 import data
 import export
+import gpu_check
 import report
 import retriever
 import rollout
@@ -264,6 +265,7 @@ def build_parser() -> argparse.ArgumentParser:
     page.add_argument("run", nargs="+", metavar="RUN", help="the directory of a run or of a comparison")
     out = word("export", command_export, help="a run's model and harness as a Hugging Face folder")
     export.add_flags(out)
+    gpu_check.add_flags(word("gpu-check", gpu_check.command_gpu_check, help="what one GPU does with the paper's model"))
     sub = word("eval", command_eval, help="mean@n of one harness and one model")
     add_config_flags(sub)
     sub.add_argument("--split", choices=("train", "harness", "test"), default="test")

@@ -9,6 +9,7 @@
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
 #   bash run.sh test [pytest flags]      the tests (about 8 minutes)
 #   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it
+#   bash run.sh gpu-check                what one GPU does with the paper's model, in minutes
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 #
 # A run on GPUs (--preset paper or --device cuda) has a rank on each visible one; WHALE_RANKS=N sets their number, on CPUs
@@ -16,7 +17,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare report export eval check-harness sandbox verify data retriever test test-vllm"
+words="math search chess compare report export eval check-harness sandbox verify data retriever gpu-check test test-vllm"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}
@@ -40,7 +41,8 @@ wants_vllm() {
     case $previous in --engine) engine=$argument;; --preset) preset=$argument;; esac
     previous=$argument
   done
-  [ "$word" = test-vllm ] || [ "$engine" = vllm ] || { [ "$preset" = paper ] && [ -z "$engine" ]; }
+  case $word in test-vllm|gpu-check) return 0;; esac
+  [ "$engine" = vllm ] || { [ "$preset" = paper ] && [ -z "$engine" ]; }
 }
 env=$root/.venv
 if wants_vllm "$@"; then

@@ -17,6 +17,7 @@ from rollout import Sequence
 from small import SMALL, call, call_json
 
 MODEL = ROOT / "embedded" / "model"
+LINEAR_ATTENTION = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
 
 
 def test_an_exported_agent_scores_what_the_run_says(finished, tmp_path):
@@ -101,8 +102,8 @@ def qwen(request, tmp_path_factory) -> Path:
 def tiny_vision_language_model(folder: Path, tied: bool, head_dim: int = 8, linear_head_dim: int = 8) -> Path:
     """Random, of Qwen3.5's architecture, linear attention and all; with the embedded model's tokenizer."""
     text = dict(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-                head_dim=head_dim, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=linear_head_dim,
-                linear_value_head_dim=linear_head_dim, max_position_embeddings=256, tie_word_embeddings=tied)
+                head_dim=head_dim, **LINEAR_ATTENTION | dict(linear_key_head_dim=linear_head_dim, linear_value_head_dim=linear_head_dim),
+                max_position_embeddings=256, tie_word_embeddings=tied)
     vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4, num_position_embeddings=16)
     torch.manual_seed(0)
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(
