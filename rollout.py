@@ -330,6 +330,7 @@ class Batch:
                     future = self.tools.submit(self.env.use_tools, list(uses), self.engine.tokenizer)
                     self.use_due[self.tick + TOOL_STEPS] = (users, future)
                     self.uses = []
+                self.programs.flush()               # programs run while the engine does
                 for completion in self.engine.step() if not self.engine.idle else []:
                     self._take_completion(completion)
                 self.tick += 1
