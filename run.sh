@@ -7,12 +7,13 @@
 #   bash run.sh compare math             all methods, three seeds, the same budget: a table and a figure (about 35 minutes)
 #   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
+#   bash run.sh bench [--only ...]       how fast it is, against the same work done bare (about 10 minutes)
 #   bash run.sh test [pytest flags]      the tests (about 8 minutes)
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare report export eval check-harness sandbox verify data retriever test"
+words="math search chess compare report export eval check-harness sandbox verify data retriever bench test"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}
