@@ -13,8 +13,10 @@ Differs from the paper: the paper samples with vLLM; the sampling rules (tempera
 """
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,7 @@ disable_progress_bar()          # "Loading weights" would interrupt the run's ow
 
 ADMIT_EVERY = 8         # steps between prefills while more than half of the rows run
 PREFILL_TOK = 8192      # padded tokens a prefill pass
+DIGEST_BYTES = 4 << 20  # that one thread hashes at a time
 
 
 class ModelError(ValueError):
@@ -56,12 +59,23 @@ class Completion:
 
 
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale."""
+    """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale.
+
+    Of the bytes it takes the sha256 of each piece, so that cores share the work: it would cost more than the loading.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(named, key=lambda pair: pair[0]):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, tensor in sorted(named, key=lambda pair: pair[0]):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            weights = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            pieces = [weights[start:start + DIGEST_BYTES] for start in range(0, len(weights), DIGEST_BYTES)]
+            hashed = pool.map(_sha256, pieces) if len(pieces) > 1 else map(_sha256, pieces)
+            digest.update(b"".join(hashed))
     return digest.hexdigest()
+
+
+def _sha256(piece: np.ndarray) -> bytes:
+    return hashlib.sha256(piece).digest()
 
 
 def untied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
