@@ -90,7 +90,7 @@ def tiny(domain: str, **changes) -> Config:
 
 
 class Parts:
-    """What a run of a domain is made of; a context manager that ends the sandbox."""
+    """What a run of a domain is made of, made as a run makes it; a context manager that ends the sandbox."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -98,6 +98,8 @@ class Parts:
         self.env.open()
         self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
         self.sandbox = Sandbox()
+        gc.collect()
+        gc.freeze()
 
     def roll_out(self, n_tasks: int, source: str = "") -> list[Trace]:
         """GROUP rollouts on each of the first training tasks, again from the first where there are too few."""
@@ -110,6 +112,7 @@ class Parts:
         return self
 
     def __exit__(self, *_) -> None:
+        gc.unfreeze()
         self.sandbox.close()
 
 
