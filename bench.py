@@ -380,8 +380,8 @@ def run_sections(names: list[str], sizes: Sizes) -> dict:
             except LeftOut as error:
                 left_out[name] = str(error)
         seconds[name] = round(time.perf_counter() - started, 1)
-    return {"machine": machine(), "sizes": asdict(sizes), "load": [*load, os.getloadavg()], "seconds": seconds, "rows": rows,
-            "left_out": left_out}
+    return {"machine": machine(), "sizes": asdict(sizes), "load": [*load, os.getloadavg()], "seconds": seconds,
+            "rows": rows, "left_out": left_out}
 
 
 def cells(row: dict) -> list[str]:
