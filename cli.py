@@ -10,6 +10,7 @@
     report RUN                                       rebuilds report.html of a run or of a comparison (report.py)
     data math --out DIR                              the paper's splits, from the hub or from files (data.py)
     retriever --corpus FILE --index DIR              a search server (retriever.py)
+    bench [--only rollouts,training]                 ratios to the same work done bare (bench.py)
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+import bench
 import compare
 import data
 import export
@@ -284,6 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
                           ("--reference", "search: one answer or a list; chess: the moves in UCI"), ("--fen", "chess")):
         verify.add_argument(flag, help=meaning)
     data.add_flags(word("data", data.command_data, help="write the paper's splits"))
+    bench.add_flags(word("bench", bench.command_bench, help="how fast this is, against the same work done bare"))
     retriever.add_flags(word("retriever", retriever.command_retriever, help="serve a corpus"))
     for command in (sub, check, box, verify, out):
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -14,8 +14,10 @@ Differs from the paper: the paper samples with vLLM; the sampling rules (tempera
 """
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ disable_progress_bar()          # "Loading weights" would interrupt the run's ow
 
 ADMIT_EVERY = 8         # steps between prefills while more than half of the rows run
 PREFILL_TOK = 8192      # padded tokens a prefill pass
+DIGEST_BYTES = 4 << 20  # that one thread hashes at a time
 
 
 class EngineDied(RuntimeError):
@@ -63,18 +66,31 @@ class Completion:
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """sha256 over name, dtype, shape and bytes, by name. Trainer and engine differ: the engine's weights are stale.
 
-    Takes one tensor at a time: they may be made only when asked for.
+    Takes one tensor at a time: they may be made only when asked for. Of its bytes it takes the sha256 of each piece, so
+    that cores share the work: it would cost more than the loading.
     """
     lines = []
-    for name, tensor in named:
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}\n")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, tensor in named:
+            content = bytes_of(tensor)
+            pieces = [content[start:start + DIGEST_BYTES] for start in range(0, len(content), DIGEST_BYTES)]
+            hashed = pool.map(_sha256, pieces) if len(pieces) > 1 else map(_sha256, pieces)
+            lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sha256(b''.join(hashed)).hex()}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 def digest(tensor: torch.Tensor) -> str:
     """sha256 of a weight's bytes."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return _sha256(bytes_of(tensor)).hex()
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, (n,) uint8, in main memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _sha256(piece: np.ndarray | bytes) -> bytes:
+    return hashlib.sha256(piece).digest()
 
 
 def untied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -197,8 +197,9 @@ def _is_plain(value: object, depth: int = 16) -> bool:
 
 
 def _is_tool(tool: object) -> bool:
-    return (isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-            and isinstance(tool["function"].get("name"), str) and _is_plain(tool))
+    return tool in (PYTHON, SEARCH) or (                # the usual ones, known to be right
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str) and _is_plain(tool))
 
 
 def _is_count(value: object) -> bool:

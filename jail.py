@@ -263,8 +263,12 @@ class Channel:
         self.fds_in: list[int] = []                     # the frame that tells what they are for
         sock.setblocking(False)
 
-    def send(self, payload: bytes, *sockets: socket.socket) -> None:
+    def post(self, payload: bytes) -> None:
+        """Goes out with the next flush."""
         self.outbox += pack_frame(payload)
+
+    def send(self, payload: bytes, *sockets: socket.socket) -> None:
+        self.post(payload)
         self.sockets_out += sockets
         self.flush()
 

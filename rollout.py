@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
+import numpy as np
 from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
@@ -212,6 +213,7 @@ class Prompter:
         self.special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
         self.render = lru_cache(maxsize=4096)(self._render)
         self.encode = lru_cache(maxsize=4096)(self._encode)
+        self.is_special = lru_cache(maxsize=64)(lambda token: bool(self.special.fullmatch(self.decode([token]))))
 
     def defuse(self, text: str) -> str:
         """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn."""
@@ -225,6 +227,9 @@ class Prompter:
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(np.array(ids), skip_special_tokens=False)      # a list is checked id by id
+
     def prompt(self, request: dict, said_text: str, said_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """-> prompt text and ids. Where the text begins with `said_text` (the last prompt and what the model said to
         it), the ids of that part are the recorded ones."""
@@ -235,11 +240,9 @@ class Prompter:
 
     def read(self, completion: Completion, stop: tuple[str, ...]) -> tuple[str, str]:
         """A completion's (full text, content): the content ends before the stop token or stop string."""
-        full = self.tokenizer.decode(completion.ids, skip_special_tokens=False)
-        ids = completion.ids
-        if completion.finish == "stop" and self.special.fullmatch(self.tokenizer.decode(ids[-1:])):
-            ids = ids[:-1]
-        content = self.tokenizer.decode(ids, skip_special_tokens=False)
+        full = content = self.decode(completion.ids)
+        if completion.finish == "stop" and self.is_special(completion.ids[-1]):
+            content = self.decode(completion.ids[:-1])
         cuts = [content.find(text) for text in stop if text in content]
         return full, self.defuse(content[:min(cuts)] if cuts else content)
 
@@ -329,6 +332,7 @@ class Batch:
                     future = self.tools.submit(self.env.use_tools, list(uses), self.engine.tokenizer)
                     self.use_due[self.tick + TOOL_STEPS].append((users, future))
                     self.uses = []
+                self.programs.flush()               # programs run while the engine does
                 for completion in self.engine.step() if not self.engine.idle else []:
                     self._take_completion(completion)
                 self.tick += 1

@@ -7,6 +7,7 @@
 #   bash run.sh compare math             all methods, three seeds, the same budget: a table and a figure (about 35 minutes)
 #   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
+#   bash run.sh bench [--only ...]       how fast it is, against the same work done bare (about 10 minutes)
 #   bash run.sh test [pytest flags]      the tests (about 8 minutes)
 #   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it
 #   bash run.sh gpu-check                what one GPU does with the paper's model, in minutes
@@ -17,7 +18,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare report export eval check-harness sandbox verify data retriever gpu-check test test-vllm"
+words="math search chess compare report export eval check-harness sandbox verify data retriever bench gpu-check test test-vllm"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}

@@ -117,6 +117,7 @@ class Sandbox:
     def _await(self, job: int | str) -> tuple[dict, bytes] | None:
         """The helper's answer for a job; None if it is lost, which a silence of twice SILENCE_S makes it."""
         is_pinged, give_up = False, time.monotonic() + SILENCE_S
+        self.flush()
         while job not in self._answers:
             if self._control is None:
                 return None
@@ -138,7 +139,8 @@ class Sandbox:
             self._answers[head["job"]] = head, body
 
     def python_start(self, job_id: int | str, code: str, limits: Limits) -> None:
-        """Run a snippet; does not wait. At most `max_jobs` run at once; a job's time begins when its child does."""
+        """Run a snippet, from the next `flush` or `python_wait` on; does not wait. At most `max_jobs` run at once; a
+        job's time begins when its child does."""
         if job_id in self._jobs:
             raise ValueError(f"job {job_id} is already there")
         self._revive()
@@ -147,8 +149,13 @@ class Sandbox:
         if len(body) > MAX_CODE_BYTES:
             why = f"the code is longer than {MAX_CODE_BYTES} bytes"
             self._answers[job_id] = {"status": "error", "why": why, "n_bytes": 0}, b""
-        else:
-            self._tell({"op": "snippet", "job": job_id, "limits": asdict(limits)}, body)
+        elif self._control is not None:
+            self._control.post(to_json({"op": "snippet", "job": job_id, "limits": asdict(limits)}) + b"\n" + body)
+
+    def flush(self) -> None:
+        """Hands over the snippets that were started."""
+        if self._control is not None:
+            self._control.flush()
 
     def python_wait(self, job_id: int | str) -> ToolResult:
         """The result of a started snippet; blocks for that one only."""
@@ -263,7 +270,7 @@ class Programs:
             self._start_worker(slot)
 
     def start(self, program_id: int, task: dict, seed: int) -> None:
-        """Begin `run(task)`; does not wait. `task` holds the visible fields only."""
+        """Begin `run(task)` at the next `flush` or `wait`; does not wait. `task` holds the visible fields only."""
         if program_id in self._programs:
             raise ValueError(f"program {program_id} is already there")
         program = self._programs[program_id] = Program(program_id, [])
@@ -276,7 +283,7 @@ class Programs:
             self._submit(program, to_json({"id": program_id, "task": task, "seed": seed}))
 
     def resume(self, program_id: int, result: dict) -> None:
-        """Answer the program's last request; does not wait."""
+        """Answer the program's last request at the next `flush` or `wait`; does not wait."""
         program = self._programs[program_id]
         if program.event is None:           # else it was lost with its worker, as `wait` will say
             self._submit(program, to_json({"id": program_id, "result": result}))
@@ -284,6 +291,8 @@ class Programs:
     def wait(self, program_id: int) -> Event:
         """The program's next event; blocks for that one only, but serves all. After any but "request" it is gone."""
         program = self._programs[program_id]
+        if program.event is None:
+            self.flush()
         while program.event is None:
             workers = {worker.channel: worker for worker in self._workers if worker}
             ready = readable(workers, self.limits.seconds / 2)
@@ -296,6 +305,12 @@ class Programs:
         if event.kind != "request":
             del self._programs[program_id]
         return event
+
+    def flush(self) -> None:
+        """Sends what `start`, `resume` and `python_start` have gathered: one system call and one wake-up for many."""
+        self.sandbox.flush()
+        for worker in filter(None, self._workers):
+            worker.channel.flush()
 
     def close(self) -> None:
         for worker in filter(None, self._workers):
@@ -313,7 +328,7 @@ class Programs:
         worker = self._workers[program.program_id % len(self._workers)]
         for frame in frames:
             worker.pending.append(program)
-            worker.channel.send(frame)
+            worker.channel.post(frame)
 
     def _read(self, worker: Worker) -> None:
         if not worker.channel.read():
