@@ -249,7 +249,7 @@ class ScriptedEngine:
     """The Engine contract over a function from prompt to reply."""
 
     def __init__(self, tokenizer, model: Callable[[str], str]):
-        self.tokenizer, self.model, self.version = tokenizer, model, -1
+        self.tokenizer, self.model, self.version, self.exact = tokenizer, model, -1, True
         self.reset()
 
     def reset(self) -> None:

@@ -1,6 +1,7 @@
 """The continuous batch: traces, masks, budgets, determinism, and harnesses that misbehave beside honest tasks."""
 
 import json
+import time
 from collections import deque
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def tasks():
 
 class Scripted:
     """An engine whose model says what `say(prompt text, call)` returns; the stop token follows unless it is cut."""
-    version = 0
+    version, exact = 0, True
 
     def __init__(self, say):
         self.tokenizer, self.say = load_tokenizer(MODEL), say
@@ -296,3 +297,35 @@ def test_a_model_without_a_template_gets_labelled_paragraphs(sandbox):
     prompter = Prompter(tokenizer)
     text, _ = prompter.prompt({"messages": [{"role": "user", "content": "Hello"}]}, "", ())
     assert prompter.plain and text == "User: Hello\n\nAssistant:"
+
+
+class Busy(Scripted):
+    """An engine that is not exact and has work for 200 steps, whatever else it is asked."""
+    exact = False
+
+    def __init__(self, say):
+        super().__init__(say)
+        self.n_steps = 0
+
+    @property
+    def idle(self):
+        return self.n_steps >= 200 and not self.queue
+
+    def step(self):
+        self.n_steps += 1
+        time.sleep(0.005)
+        return super().step() if self.queue else []
+
+
+def test_an_inexact_engine_samples_on_while_a_tool_is_late(sandbox, tasks):
+    """One program's snippet takes half a second; in that time another one's calls are all answered."""
+    def say(prompt, call):
+        if call:
+            return "It is \\boxed{42}."
+        return call_text("import time\ntime.sleep(0.5)\nprint(1)" if tasks[0].fields["question"] in prompt else "print(2)")
+
+    finished = []
+    engine = Busy(say)
+    traces = run(engine, ENV, sandbox, H0, tasks[:2], 1, (0,), CFG, lambda trace: finished.append((trace.task_id, engine.n_steps)))
+    assert [task_id for task_id, _ in finished] == [tasks[1].id, tasks[0].id] and finished[1][1] - finished[0][1] > 20
+    assert [trace.status for trace in traces] == ["ok", "ok"] and all(len(trace.calls) == 2 for trace in traces)
