@@ -147,6 +147,8 @@ class Trainer:
             targets = ids[:, 1:][loss_mask[:, 1:]]  # (N,)
             # (N, V) logits of a 248,320-word vocabulary do not fit: made in chunks, and once more in the backward pass
             size = self.cfg.head_chunk_tok
+            if len(hidden) <= size:  # the one chunk is needed whole in the backward pass: dropping it saves nothing
+                return self._sum_chunk(hidden, targets)
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             return torch.stack([checkpoint(self._sum_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
 
