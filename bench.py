@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import shutil
 import statistics
 import tempfile
@@ -34,15 +33,15 @@ import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from rich.table import Table
-from torch.nn.utils.rnn import pad_sequence
 
 import rollout
 from config import Config, code_version, load_splits, rollout_config, train_config
 from engine import TransformersEngine, load_model, weights_checksum
 from measure import (
     GROUP, TINY, TRL_PACKAGES, Holding, LeftOut, Parts, Row, Trl, generate, in_a_process, median_ratio, proc_bytes,
-    replay, save_deeper, save_random, speed_row, take_turns, tiny, trl_python)
-from rft import TrainConfig, Trainer, split_by_length
+    replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly,
+    trl_python)
+from rft import Trainer
 from rollout import Trace
 from rundir import UsageError, write_atomically
 from sandbox import Sandbox
@@ -126,29 +125,6 @@ def other_rows(parts: Parts, name: str, traces: list[Trace], sizes: Sizes) -> It
     for side, said in (("at_once", "engine alone, all calls at once"), ("generate", "transformers' generate")):
         yield speed_row("rollouts", f"{name}: stack / {said}", seconds["ours"], seconds[side],
                         {"completion_tok": [n_tok["ours"], n_tok[side]]})
-
-
-def train_plainly(model, optimizer, trajectories: list, cfg: TrainConfig) -> tuple[float, int]:
-    """The loop that one writes by hand -> sum of token losses, tokens trained. Micro-batches of similar length."""
-    trajectories = list(trajectories)
-    random.Random("0").shuffle(trajectories)                    # as Trainer.step does with seed 0
-    loss_sum = n_tok = 0
-    for start in range(0, len(trajectories), cfg.minibatch):
-        rows = [row for trajectory in trajectories[start:start + cfg.minibatch] for row in trajectory]
-        n_supervised = sum(sum(row.mask) for row in rows)
-        for batch in split_by_length(rows, cfg.micro_tok):
-            ids = pad_sequence([torch.tensor(row.ids) for row in batch], batch_first=True).to(model.device)
-            mask = pad_sequence([torch.tensor(row.mask) for row in batch], batch_first=True).to(model.device)[:, 1:]
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=cfg.autocast_bf16):
-                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask]
-                loss = F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][mask], reduction="sum")
-            (loss / n_supervised).backward()
-            loss_sum += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        n_tok += n_supervised
-    return float(loss_sum), n_tok
 
 
 def bench_training(sizes: Sizes, folder: Path) -> Iterator[Row]:

@@ -1,9 +1,10 @@
-"""What the comparisons of bench.py share: taking turns, a row of the result, a run's parts, the bare side's replay."""
+"""What the comparisons of bench.py share: taking turns, a row of the result, a run's parts, the bare sides."""
 
 import gc
 import hashlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 import rollout
 from config import DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, rollout_config
 from engine import Completion, SamplingParams, TransformersEngine, load_model, load_tokenizer
+from rft import TrainConfig, split_by_length
 from rollout import Trace
 from sandbox import Sandbox
 
@@ -176,6 +179,29 @@ def generate(model, cfg: Config, traces: list[Trace]) -> int:
                                  eos_token_id=None, pad_token_id=0, stopping_criteria=[UntilLength(ends)])
             n_tok += int(lengths[lengths <= out.shape[1] - ids.shape[1]].sum())
     return n_tok
+
+
+def train_plainly(model, optimizer, trajectories: list, cfg: TrainConfig) -> tuple[float, int]:
+    """The loop that one writes by hand -> sum of token losses, tokens trained. Micro-batches of similar length."""
+    trajectories = list(trajectories)
+    random.Random("0").shuffle(trajectories)                    # as Trainer.step does with seed 0
+    loss_sum = n_tok = 0
+    for start in range(0, len(trajectories), cfg.minibatch):
+        rows = [row for trajectory in trajectories[start:start + cfg.minibatch] for row in trajectory]
+        n_supervised = sum(sum(row.mask) for row in rows)
+        for batch in split_by_length(rows, cfg.micro_tok):
+            ids = pad_sequence([torch.tensor(row.ids) for row in batch], batch_first=True).to(model.device)
+            mask = pad_sequence([torch.tensor(row.mask) for row in batch], batch_first=True).to(model.device)[:, 1:]
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=cfg.autocast_bf16):
+                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][mask]
+                loss = F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][mask], reduction="sum")
+            (loss / n_supervised).backward()
+            loss_sum += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        n_tok += n_supervised
+    return float(loss_sum), n_tok
 
 
 # ---- TRL ------------------------------------------------------------------------------------------------------------

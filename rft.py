@@ -103,6 +103,8 @@ class TokenLosses(torch.nn.Module):
         # position t predicts token t + 1; only positions before a supervised token go through the head
         hidden = hidden[:, :-1][loss_mask[:, 1:]]  # (N, D)
         targets = ids[:, 1:][loss_mask[:, 1:]]  # (N,)
+        if len(hidden) <= self.head_chunk_tok:  # the one chunk is needed whole in the backward pass
+            return self._sum_chunk(hidden, targets)
         # (N, V) logits of a 248,320-word vocabulary do not fit: made in chunks, and once more in the backward pass
         chunks = zip(hidden.split(self.head_chunk_tok), targets.split(self.head_chunk_tok), strict=True)
         return torch.stack([checkpoint(self._sum_chunk, h, y, use_reentrant=False) for h, y in chunks]).sum()
