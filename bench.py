@@ -12,8 +12,11 @@ compared with a number from another day, and what is compared did the same work:
     loss       memory of the loss over a vocabulary of 248,320
     scaling    cost a token with more rollouts and longer contexts; memory of a live rollout
     weights    trained weights into the engine, with the proof that they arrived
+    ranks      cost a token of a weight step on two ranks, on a core each, against one
+    vllm       the whole stack against the vLLM engine alone, and against vLLM's own `generate`
 
     bash run.sh bench [--only rollouts,training] [--out bench.json] [--quick]
+    bash run.sh bench --engine vllm                             # the last section, where vLLM is installed
 """
 
 import argparse
@@ -22,10 +25,13 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -35,12 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 import rollout
-from config import Config, code_version, load_splits, rollout_config, train_config
+from config import ROOT, Config, code_version, load_splits, rollout_config, train_config
 from engine import TransformersEngine, load_model, weights_checksum
 from measure import (
-    GROUP, TINY, TRL_PACKAGES, Holding, LeftOut, Parts, Row, Trl, generate, in_a_process, median_ratio, proc_bytes,
-    replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly,
-    trl_python)
+    GROUP, TINY, TRL_PACKAGES, Holding, LeftOut, Parts, Row, Side, generate, in_a_process, median_ratio,
+    proc_bytes, replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly, trl_python)
 from rft import Trainer
 from rollout import Trace
 from rundir import UsageError, write_atomically
@@ -162,7 +167,7 @@ def bench_step(sizes: Sizes, folder: Path) -> Iterator[Row]:
         cfg, n = parts.cfg, GROUP * sizes.n_step_prompts
         trainer = Trainer(cfg.model, replace(train_config(cfg), minibatch=n), cfg.device)
         tasks = parts.splits["train"][:sizes.n_step_prompts]
-        trl = Trl(python, {
+        trl = Side(python, "bench_trl.py", {
             "model": cfg.model, "out": str(folder), "group_size": GROUP, "max_tok": cfg.max_assistant_tok, "lr": cfg.lr,
             "temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p,
             "micro_rows": min(n, TRL_MICRO_ROWS),
@@ -177,16 +182,12 @@ def bench_step(sizes: Sizes, folder: Path) -> Iterator[Row]:
             trainer.step([trace.sequences() for trace in traces], 0)
             at.append(time.perf_counter())
             parts.engine.load_weights(trainer.weights(), trainer.version)
-            assert parts.engine.checksum() == trainer.checksum()
             at.append(time.perf_counter())
             ours.append({"seconds": at[-1] - at[0], "completion_tok": sum(trace.n_tok for trace in traces),
                          "rollouts": len(traces), "parts": [b - a for a, b in zip(at, at[1:], strict=False)]})
 
-        try:
-            take_turns(sizes.repeats, ours=our_step, bare=lambda: theirs.append(trl.ask("go")))
-        finally:
-            trl.process.kill()
-            trl.process.wait()
+        with trl:
+            take_turns(sizes.repeats, ours=our_step, bare=lambda: theirs.append(trl.ask()))
     ours, theirs = ours[1:], theirs[1:]                                             # the first of each is the warm-up
     a_token = [[step["seconds"] / step["completion_tok"] for step in side] for side in (ours, theirs)]
     work = {what: [statistics.mean(step[what] for step in side) for side in (ours, theirs)]
@@ -315,22 +316,78 @@ def weights_row(model: str, wanted: float, repeats: int) -> Row:
     own, target = dict(trainer.weights()), engine.model.state_dict()
     n_bytes = sum(tensor.nbytes for tensor in own.values())
 
-    def prove() -> None:
-        assert engine.checksum() == weights_checksum(trainer.weights())
-
-    seconds = take_turns(repeats, load=lambda: engine.load_weights(trainer.weights(), 1), prove=prove,
+    seconds = take_turns(repeats, load=lambda: engine.load_weights(trainer.weights(), 1),
+                         hash=lambda: (engine.checksum(), weights_checksum(trainer.weights())),
                          copy=lambda: [target[name].copy_(tensor) for name, tensor in own.items()])
-    ours = [a + b for a, b in zip(seconds["load"], seconds["prove"], strict=True)]
-    return speed_row("weights", f"{n_bytes / 4e6:,.1f} M parameters / copying alone", ours, seconds["copy"],
+    return speed_row("weights", f"{n_bytes / 4e6:,.1f} M parameters / copying alone", seconds["load"], seconds["copy"],
                      {"bytes": [n_bytes] * 2}, note=f"{n_bytes / 1e6:,.0f} MB, of which sha256 of both sides takes "
-                     f"{statistics.median(seconds['prove']):.3f} s")
+                     f"{statistics.median(seconds['hash']):.3f} s")
+
+
+# ---- several ranks, vLLM --------------------------------------------------------------------------------------------
+
+
+def bench_ranks(sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """Weight steps of a run, each rank with the same share of rollouts: its rank-seconds a sampled token, sampling and
+    training. Two ranks have twice the rollouts, and the same cores as the sandboxes of both."""
+    cost: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(sizes.few):
+        for world in cost:
+            cost[world].append(rank_seconds_a_token(world, sizes.n_step_prompts, folder / f"{turn}-{world}"))
+    yield Row("ranks", "a token of a weight step on 2 ranks / on 1", "s", cost[2], cost[1],
+              median_ratio(cost[2], cost[1]), most=1.25, note="a torch thread each; gloo")
+
+
+def rank_seconds_a_token(world: int, n_prompts: int, out: Path) -> float:
+    launcher = [] if world == 1 else [str(ROOT / "ranks.py"), "--standalone", "--nproc-per-node", str(world)]
+    data = ROOT / "embedded" / "math"
+    subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "cli.py"), "math", "--method", "weight", "--name", "run",
+         "--out", str(out), "--prompt-batch", str(world * n_prompts), "--rollouts", str(4 * GROUP * world * n_prompts),
+         "--n-eval", "1", "--test", f"{data}/test.jsonl[:8]", "--harness-set", f"{data}/harness.jsonl[:8]"],
+        check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    summary = json.loads((out / "run" / "summary.json").read_text())
+    return world * summary["seconds"]["weight"] / summary["ledger"]["weight"]["completion_tok"]
+
+
+def bench_vllm(sizes: Sizes, folder: Path) -> Iterator[Row]:
+    """As `rollouts`, with vLLM. Its `generate` is given, in a process of its own, all first calls, then all second ones
+    ...: it knows every prompt beforehand and nothing has to be sent to it."""
+    if find_spec("vllm") is None:
+        raise LeftOut("vLLM is not in this environment: bash run.sh bench --engine vllm")
+    for domain in sizes.domains:
+        with Parts(tiny(domain, engine="vllm")) as parts:
+            traces, row = rollout_row(parts, domain, sizes.n_tasks, sizes.repeats, least=0.95)
+            yield replace(row, section="vllm")
+            yield generate_row(parts, domain, traces, sizes)
+    with Parts(tiny("math", engine="vllm", model=save_deeper(folder / "deeper", sizes.deep_layers))) as parts:
+        row = rollout_row(parts, f"math, {sizes.deep_layers} layers", sizes.n_tasks, sizes.few, least=0.95)[1]
+        yield replace(row, section="vllm")
+
+
+def generate_row(parts: Parts, name: str, traces: list[Trace], sizes: Sizes) -> Row:
+    cfg, n_tok = parts.cfg, {}
+    cpu = {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 8192, "dtype": "float32",
+           "kv_cache_memory_bytes": GIB} if cfg.device == "cpu" else {
+           "dtype": "bfloat16", "gpu_memory_utilization": 0.4}
+    job = {"model": cfg.model, "settings": {"max_model_len": cfg.max_len, "max_num_seqs": cfg.n_rows, **cpu},
+           "sampling": {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p},
+           "rounds": [[(trace.calls[k].prompt_ids, len(trace.calls[k].completion_ids), i)
+                       for i, trace in enumerate(traces) if len(trace.calls) > k]
+                      for k in range(max(len(trace.calls) for trace in traces))]}
+    with Side(sys.executable, "bench_vllm.py", job) as side:
+        seconds = take_turns(
+            sizes.repeats, bare=lambda: n_tok.update(bare=side.ask()["n_tok"]),
+            ours=lambda: n_tok.update(ours=sum(trace.n_tok for trace in parts.roll_out(sizes.n_tasks))))
+    return speed_row("vllm", f"{name}: stack / vLLM's generate", seconds["ours"], seconds["bare"],
+                     {"completion_tok": [n_tok["ours"], n_tok["bare"]]})
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
 SECTIONS = {"rollouts": bench_rollouts, "training": bench_training, "step": bench_step, "loss": bench_loss,
-            "scaling": bench_scaling, "weights": bench_weights}
+            "scaling": bench_scaling, "weights": bench_weights, "ranks": bench_ranks, "vllm": bench_vllm}
 TITLES = ("section", "name", "ours", "bare", "ratio", "target", "met")
 
 
@@ -369,7 +426,8 @@ def cells(row: dict) -> list[str]:
 
 
 def command_bench(args: argparse.Namespace) -> int:
-    names = args.only.split(",") if args.only else list(SECTIONS)
+    default = ["vllm"] if args.engine == "vllm" else [name for name in SECTIONS if name != "vllm"]
+    names = args.only.split(",") if args.only else default
     if unknown := set(names) - set(SECTIONS):
         raise UsageError(f"--only {','.join(sorted(unknown))}: the sections are {', '.join(SECTIONS)}")
     results = run_sections(names, QUICK if args.quick else Sizes())
@@ -386,5 +444,6 @@ def command_bench(args: argparse.Namespace) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help=f"sections, comma-separated: {', '.join(SECTIONS)}")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--out", default="bench.json")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, measures nothing")

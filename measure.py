@@ -21,10 +21,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 import rollout
 from config import DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, rollout_config
-from engine import Completion, SamplingParams, TransformersEngine, load_model, load_tokenizer
+from engine import Completion, SamplingParams, load_model, load_tokenizer
 from rft import TrainConfig, split_by_length
 from rollout import Trace
 from sandbox import Sandbox
+from team import open_engine
 
 TINY = PRESETS["tiny"]
 TRL_PACKAGES = ("torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0",
@@ -99,7 +100,7 @@ class Parts:
         self.cfg = cfg
         self.env, self.splits = load_splits(cfg)
         self.env.open()
-        self.engine = TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, cfg.device)
+        self.engine = open_engine(cfg)
         self.sandbox = Sandbox()
         gc.collect()
         gc.freeze()
@@ -116,6 +117,7 @@ class Parts:
 
     def __exit__(self, *_) -> None:
         gc.unfreeze()
+        self.engine.close()
         self.sandbox.close()
 
 
@@ -225,20 +227,28 @@ def trl_python() -> Path:
     return folder / "bin" / "python"
 
 
-class Trl:
-    """bench_trl.py in a process of its own, which takes a step when asked to."""
+class Side:
+    """The other side of a comparison, a program in a process of its own, which takes its turn when asked to."""
 
-    def __init__(self, python: Path, job: dict):
-        self.process = subprocess.Popen([str(python), str(ROOT / "bench_trl.py")], stdin=subprocess.PIPE, text=True,
+    def __init__(self, python: str | Path, program: str, job: dict):
+        self.program = program
+        self.process = subprocess.Popen([str(python), str(ROOT / program)], stdin=subprocess.PIPE, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.ask(json.dumps(job))
 
-    def ask(self, line: str) -> dict:
+    def ask(self, line: str = "go") -> dict:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         if not (answer := self.process.stdout.readline()):
-            raise LeftOut(f"TRL's process ended with status {self.process.wait()}")
+            raise LeftOut(f"{self.program} ended with status {self.process.wait()}")
         return json.loads(answer)
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 # ---- models of other sizes ------------------------------------------------------------------------------------------
