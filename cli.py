@@ -103,6 +103,10 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
     check_layers(cfg.waived_layers)
+    if cfg.tp > 1 and cfg.engine != "vllm":
+        raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
+    if cfg.method != "harness" and cfg.max_len > cfg.micro_tok:
+        raise UsageError(f"--max-len {cfg.max_len}: a rollout of that length does not fit --micro-tok {cfg.micro_tok}")
     if (cfg.engine == "server") != bool(cfg.urls):
         raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
@@ -77,6 +78,20 @@ def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
             hashed = pool.map(_sha256, pieces) if len(pieces) > 1 else map(_sha256, pieces)
             lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sha256(b''.join(hashed)).hex()}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def cast(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights in main memory, in the dtype in which vLLM holds them: all in `dtype` but the decay rates of Qwen3.5's
+    linear attention, which it keeps in fp32."""
+    return {name: tensor.detach().to(torch.float32 if name.endswith("A_log") else dtype).cpu().contiguous()
+            for name, tensor in named}
+
+
+def write_weights(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> None:
+    """A folder that vLLM loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(tensor: torch.Tensor) -> str:

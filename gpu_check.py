@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3_5TextConfig
 
 import config
-from engine import EngineDied, ModelError, SamplingParams, load_model, untied_weights
+from engine import SamplingParams, load_model, untied_weights
 from rft import Trainer
 from rollout import Sequence
 from rundir import UsageError, write_atomically
@@ -38,7 +38,7 @@ QWEN3_5_2B = dict(              # Qwen/Qwen3.5-2B, text_config of its config.jso
     num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
     linear_value_head_dim=128, linear_conv_kernel_dim=4, max_position_embeddings=262144, tie_word_embeddings=True)
 STOP_EVERY = 256                # of the vocabulary, one id in so many ends a reply
-LEFT_OUT = (EngineDied, ModelError, UsageError, torch.OutOfMemoryError)        # why a part cannot run here
+LEFT_OUT = (RuntimeError, ValueError)       # why a part cannot run here: a dead engine, no memory, a missing kernel ...
 
 
 def check(cfg: config.Config, shape: PreTrainedConfig, sampled: tuple[int, int], trained: tuple[int, int]) -> dict:
@@ -118,7 +118,8 @@ def mfu(flops: float, seconds: float, peak_tflops: float | None) -> float | None
 
 
 def sample(cfg: config.Config, n_weights: int, peak: float | None, n_requests: int, n_new_tok: int) -> dict:
-    """Sampling at full length, prompts of 256 tokens; and new weights into the engine, as after a weight step."""
+    """Sampling at full length, prompts of 256 tokens; and weights into the engine, as after a weight step: what it says
+    to a prompt must be the same before and after."""
     started = time.monotonic()
     engine = open_engine(cfg)
     start_s, prompt = time.monotonic() - started, list(range(1, 257))
@@ -130,18 +131,27 @@ def sample(cfg: config.Config, n_weights: int, peak: float | None, n_requests: i
         while not engine.idle:
             n_tok += sum(len(completion.ids) for completion in engine.step())
         seconds = time.monotonic() - started
-        weights = untied_weights(load_model(cfg.model))
+        weights, before = untied_weights(load_model(cfg.model)), greedy(engine, prompt)
         started = time.monotonic()
         engine.sleep()
         engine.wake()
         wake_s, started = time.monotonic() - started, time.monotonic()
         engine.load_weights(weights.items(), 1)
         load_s = time.monotonic() - started
+        same = greedy(engine, prompt) == before
     finally:
         engine.close()
     return {"engine": cfg.engine, "start_s": round(start_s, 1), "n_tok": n_tok, "tok_per_s": round(n_tok / seconds),
             "mfu": mfu(2 * n_weights * n_tok, seconds, peak), "sleep_and_wake_s": round(wake_s, 2),
-            "weight_load_s": round(load_s, 2), "weight_bytes": 2 * n_weights}
+            "weight_load_s": round(load_s, 2), "weight_bytes": 2 * n_weights, "same_after_load": same}
+
+
+def greedy(engine, prompt: list[int]) -> list[int]:
+    engine.submit("greedy", prompt, SamplingParams(max_tokens=16, seed=0, temperature=0))
+    done = []
+    while not engine.idle:
+        done += engine.step()
+    return done[0].ids
 
 
 def train(cfg: config.Config, n_weights: int, peak: float | None, n_rows: int, n_row_tok: int) -> dict:
@@ -150,6 +160,8 @@ def train(cfg: config.Config, n_weights: int, peak: float | None, n_rows: int, n
     mask = tuple(j >= 256 for j in range(n_row_tok))
     rows = [[Sequence(tuple(1 + (i + j) % 1000 for j in range(n_row_tok)), mask)] for i in range(n_rows)]
     trainer.step(rows, 0)
+    if cfg.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     started = clock(cfg.device)
     stats = trainer.step(rows, 1)
     seconds = clock(cfg.device) - started

@@ -33,7 +33,7 @@ from jail import LIBC, PR_SET_PDEATHSIG
 
 START_S = 600               # for all ranks to be there; importing torch from a busy file system takes a while
 COLLECTIVE_S = 900          # for a collective of the trainer, which all ranks enter at about the same time
-ORDER_DAYS = 30             # for the next order: rank 0 may wait hours for a coding agent. A dead rank is seen at once
+ORDER_DAYS = 30             # for the next order: rank 0 may wait hours for a coding agent; a process that dies is seen
 GRACE_S = 10                # in which a rank that another one's failure has broken waits to be ended
 
 

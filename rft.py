@@ -10,7 +10,8 @@ optimiser, trajectories in their order, seed and thread count; on a GPU the back
 
 On several ranks (ranks.py) weights, gradients and optimiser are sharded by FSDP2: fp32 masters, bf16 compute, gradients
 summed in fp32. Every rank is given all trajectories and trains on its share of each minibatch, so the update is that of
-one rank to rounding, and a checkpoint knows nothing of the number of ranks that wrote it.
+one rank to rounding, and a checkpoint knows nothing of the number of ranks that wrote it. The rounding is that of bf16:
+FSDP casts all weights and the residual stream to it, autocast on one rank leaves norms, decay rates and sums in fp32.
 
 Differs from the paper:
 - S+ in J is one minibatch: each optimiser step divides by the supervised tokens of its own minibatch. The last one of
@@ -183,6 +184,8 @@ class Trainer:
         sequences = [sequence for trajectory in trajectories for sequence in trajectory]
         n_supervised_tok, n_tok = count_supervised_tok(sequences), sum(len(s.ids) for s in sequences)
         self.version += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for an engine that shares the GPU and now wakes up
         return StepStats(
             loss=loss_sum / n_supervised_tok,
             n_updates=len(grad_norms),

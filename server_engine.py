@@ -16,28 +16,29 @@ import hashlib
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import requests
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, check_names, digest, load_model, load_tokenizer, stop_ids_of,
-    untied_weights)
-from vllm_engine import POLL_S, sampling_of
+    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, load_model, load_tokenizer,
+    stop_ids_of, untied_weights, write_weights)
+from vllm_engine import EMBEDDING, HEAD, POLL_S, sampling_of
 
-N_TRIES = 4             # of a request, each after a longer pause and, where there is another, on another server
+N_TRIES = 6             # of a request, each after a longer pause and, where there is another, on another server
 PAUSE_S = 1.0           # before the second try; doubled before each further one
 DOWN_S = 30             # that a server which failed is asked only if there is no other
-ANSWER_S = 600          # to sample one completion
+ANSWER_S = 60           # to answer, and for a completion
+TOKEN_S = 0.25          # more for each token of it
 LOAD_S = 900            # to reload the weights
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
          "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+PADDED_TO = 64          # rows of an embedding, as vLLM pads it with zeros
 EMPTY = hashlib.sha256(b"").hexdigest()         # of a weight that a CPU server keeps repacked, out of sight
 
 
@@ -63,16 +64,16 @@ class Server:
 class ServerEngine:
     """The Engine contract over HTTP. `share`: a folder that this machine and all servers see under the same path.
 
-    Several ranks may use the same servers: the one that `leads` gives them their weights, and all of them call a
-    version by the `name` that they have in common. Another run's version 3 is not ours.
+    Several ranks may use the same servers: each gives them its weights, which are the same, and finds that they are
+    there. A version is known by its content, so that another run's version 3 is not ours.
     """
 
     exact = False
 
-    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096,
-                 name: str = "", leads: bool = True):
+    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
         self.tokenizer = load_tokenizer(model)
         self.local = threading.local()          # a connection pool a thread
+        self.closed = threading.Event()
         self.servers = [self._meet(url.strip().rstrip("/")) for url in urls.split(",") if url.strip()]
         if not self.servers:
             raise ModelError("--engine server needs --urls URL,URL")
@@ -83,14 +84,17 @@ class ServerEngine:
         self.takes_weights = dtypes != {""}
         self.dtype = getattr(torch, dtypes.pop() or "bfloat16")
         self.max_len = min([max_len, *(server.max_len for server in self.servers)])
-        self.share, self.folder = share, None
+        self.share, self.folder, self.stamp = share, None, ""
         self.version, self.n_steps = 0, 0
-        self.name, self.leads, self.stamp = name or uuid.uuid4().hex[:8], leads, ""
         self.n_retries = 0                      # for the curious
-        self._threads = ThreadPoolExecutor(n_rows)
-        self._futures: dict[Future, Hashable] = {}
+        self._jobs: SimpleQueue = SimpleQueue()
+        self._results: SimpleQueue = SimpleQueue()
+        self._lock, self._round = threading.Lock(), 0           # reset() begins a new round; results of old ones go
+        self._running: set[Hashable] = set()
         self._finished: list[Completion] = []
-        loaded = load_model(model, self.dtype)
+        for _ in range(n_rows):                 # daemons: a server that does not answer keeps no process alive
+            threading.Thread(target=self._work, daemon=True).start()
+        loaded = load_model(model)
         self.config, self.stop_ids = loaded.config, stop_ids_of(loaded, self.tokenizer)
         if self.takes_weights:                  # whatever they serve now, it is this from here on
             self.shapes = {name: tuple(tensor.shape) for name, tensor in untied_weights(loaded).items()}
@@ -105,19 +109,26 @@ class ServerEngine:
         if len(prompt_ids) >= self.max_len:
             self._finished.append(Completion(id, [], "too_long"))
             return
-        self._futures[self._threads.submit(self._sample, id, list(prompt_ids), params)] = id
+        self._running.add(id)
+        self._jobs.put((self._round, id, list(prompt_ids), params))
 
     @property
     def idle(self) -> bool:
-        return not self._futures and not self._finished
+        return not self._running and not self._finished
 
     def step(self) -> list[Completion]:
         """What has finished since the last call; waits POLL_S for it at most."""
         self.n_steps += 1
-        done, _ = wait(self._futures, POLL_S, return_when="FIRST_COMPLETED")
-        for future in done:
-            del self._futures[future]
-            self._finished.append(future.result())
+        try:
+            while self._running:
+                number, result = self._results.get(timeout=0 if self._finished else POLL_S)
+                if number == self._round:
+                    if isinstance(result, BaseException):
+                        raise result
+                    self._running.remove(result.id)
+                    self._finished.append(result)
+        except Empty:
+            pass
         finished, self._finished = self._finished, []
         return finished
 
@@ -128,20 +139,37 @@ class ServerEngine:
                              "--method harness")
         if not self.idle:
             raise RuntimeError("load_weights while requests are running would mix two policies in one completion")
-        given = {name: tensor.detach().to(self.dtype).cpu().contiguous() for name, tensor in named}
+        given = cast(named, self.dtype)
         check_names(self.shapes, given)
-        before, self.folder = self.folder, self.share / f"version_{version}"
         self.version, self.digests = version, digests_of(given)
-        self.stamp = f"{self.name}-{version}"
-        if not self.leads:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.config.save_pretrained(self.folder)
-        save_file(given, self.folder / "model.safetensors", metadata={"format": "pt"})
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            list(threads.map(self._give_weights, self.servers))
+        content = hashlib.sha256(repr(sorted(self.digests.items())).encode()).hexdigest()[:16]
+        before, self.stamp = self.folder, f"{version}-{content}"
+        self.folder = self.share / self.stamp
+        if not self.folder.exists():            # another rank may be writing it too, so it appears whole
+            aside = self.folder.with_name(f".{self.stamp}-{threading.get_native_id()}-{time.time_ns()}")
+            write_weights(aside, self.config, given)
+            try:
+                aside.rename(self.folder)
+            except OSError:
+                shutil.rmtree(aside)
+        failures: list[BaseException] = []
+
+        def give(server: Server) -> None:
+            try:
+                self._give_weights(server)
+            except (ServerFailed, EngineDied) as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=give, args=(server,), daemon=True) for server in self.servers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise EngineDied(f"the weights could not be loaded: {failures[0]}. The same command goes on from the last "
+                             "finished step")
         if before and before != self.folder:
-            shutil.rmtree(before)               # the last version stays, for a server that is restarted
+            shutil.rmtree(before, ignore_errors=True)           # the last one stays, for a server that is restarted
 
     def release(self, id: Hashable) -> None:
         """Servers free finished requests themselves."""
@@ -153,16 +181,26 @@ class ServerEngine:
         """Nothing to do."""
 
     def reset(self) -> None:
-        """Waits for what is running and forgets it."""
-        wait(self._futures)
-        self._futures, self._finished = {}, []
+        """Forgets what runs; a reply that still comes is thrown away."""
+        self._round += 1
+        self._running, self._finished = set(), []
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.folder and self.leads:
+        self.closed.set()
+        if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- inside ----
+
+    def _work(self) -> None:
+        """A thread: one request after the other."""
+        while not self.closed.is_set():
+            number, id, prompt_ids, params = self._jobs.get()
+            if number == self._round:
+                try:
+                    self._results.put((number, self._sample(id, prompt_ids, params)))
+                except BaseException as error:          # for the thread that waits for it
+                    self._results.put((number, error))
 
     def _meet(self, url: str) -> Server:
         """What a server serves and can do."""
@@ -177,6 +215,7 @@ class ServerEngine:
             dtype = ""                          # no vLLM server in dev mode
         else:
             try:
+                self._call(url, "POST", "/resume")      # a load that was interrupted leaves it paused
                 self._call(url, "POST", "/inference/v1/generate",
                            {"token_ids": [1], "sampling_params": {"max_tokens": 1}})
             except (ServerFailed, ServerRefused) as error:
@@ -207,7 +246,8 @@ class ServerEngine:
         for attempt in range(N_TRIES):
             if attempt:
                 self.n_retries += 1
-                time.sleep(PAUSE_S * 2 ** (attempt - 1))
+                if self.closed.wait(PAUSE_S * 2 ** (attempt - 1)):
+                    break
             server = self._least_loaded(tried)
             tried.append(server)
             try:
@@ -217,21 +257,24 @@ class ServerEngine:
             except ServerFailed as failure:
                 error, server.down_until = failure, time.monotonic() + DOWN_S
             finally:
-                server.n_running -= 1
+                with self._lock:
+                    server.n_running -= 1
         raise EngineDied(f"a request failed {N_TRIES} times; last: {error}. The same command goes on from the last "
                          "finished step")
 
     def _least_loaded(self, tried: list[Server]) -> Server:
         """The server with the fewest requests in flight, of those that did not fail this request, nor any of late."""
-        now = time.monotonic()
-        server = min(self.servers, key=lambda s: (tried.count(s), s.down_until > now, s.n_running))
-        server.n_running += 1
+        with self._lock:
+            now = time.monotonic()
+            server = min(self.servers, key=lambda s: (tried.count(s), s.down_until > now, s.n_running))
+            server.n_running += 1
         return server
 
     def _sample_tokens(self, server: Server, id: Hashable, prompt_ids: list[int], params: SamplingParams) -> Completion:
         answer = self._call(server.url, "POST", "/inference/v1/generate", {
             "token_ids": prompt_ids,
-            "sampling_params": sampling_of(params, self.stop_ids, self.max_len - len(prompt_ids))})
+            "sampling_params": sampling_of(params, self.stop_ids, self.max_len - len(prompt_ids))},
+            ANSWER_S + TOKEN_S * params.max_tokens)
         try:
             (choice,) = answer["choices"]
             ids, finish = list(choice["token_ids"]), choice["finish_reason"]
@@ -252,7 +295,8 @@ class ServerEngine:
         if not params.stop:
             del sampling["stop"]
         answer = self._call(server.url, "POST", "/v1/completions", {
-            "model": server.name, "prompt": prompt_ids, **sampling, "skip_special_tokens": True})
+            "model": server.name, "prompt": prompt_ids, **sampling, "skip_special_tokens": True},
+            ANSWER_S + TOKEN_S * params.max_tokens)
         try:
             (choice,) = answer["choices"]
             text, finish = str(choice["text"]), choice["finish_reason"]
@@ -263,26 +307,31 @@ class ServerEngine:
         return Completion(id, ids + [self.tokenizer.eos_token_id] * ends, "stop" if finish == "stop" else "length")
 
     def _give_weights(self, server: Server) -> None:
-        """The server loads the shared folder, if it does not serve it yet. EngineDied if it cannot or did not."""
+        """The server loads the shared folder, if it does not serve it yet. ServerFailed if it could not; EngineDied if
+        it did not."""
         with server.lock:
-            try:
+            for _ in range(N_TRIES):
                 if self._call(server.url, "GET", "/weight_info").get("weight_version") == self.stamp:
                     return
-                self._call(server.url, "POST", "/pause?mode=abort")        # what runs there is of other weights
-                self._call(server.url, "POST", "/collective_rpc", {
-                    "method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}, LOAD_S)
-                if not self._call(server.url, "POST", "/reset_prefix_cache").get("success"):
-                    raise EngineDied(f"{server.url} did not reset its prefix cache")
-                if not self._holds(server):
-                    raise EngineDied(f"{server.url} does not hold the weights of {self.folder}: does it see that "
-                                     f"folder, and does it serve a {self.config.architectures[0]}?")
-                self._call(server.url, "POST", "/update_weight_version", {"new_version": self.stamp})
-                self._call(server.url, "POST", "/resume")
-            except ServerFailed as failure:
-                raise EngineDied(f"the weights could not be loaded: {failure}") from None
+                self._call(server.url, "POST", "/update_weight_version", {"new_version": "loading"})
+                self._call(server.url, "POST", "/pause?mode=abort")             # what runs there is of other weights
+                try:
+                    self._call(server.url, "POST", "/weight_checker", {"action": "reset"})      # zeros, to see it load
+                    self._call(server.url, "POST", "/collective_rpc", {
+                        "method": "reload_weights", "kwargs": {"weights_path": str(self.folder)}}, LOAD_S)
+                    if not self._call(server.url, "POST", "/reset_prefix_cache").get("success"):
+                        continue                        # another rank gave it the same weights and has let it go on
+                    if not self._holds(server):
+                        raise EngineDied(f"{server.url} does not hold the weights of {self.folder}: does it see that "
+                                         f"folder, and does it serve a {self.config.architectures[0]}?")
+                    self._call(server.url, "POST", "/update_weight_version", {"new_version": self.stamp})
+                finally:
+                    self._call(server.url, "POST", "/resume")
+            raise ServerFailed(f"{server.url} did not reset its prefix cache")
 
     def _holds(self, server: Server) -> bool:
-        """Whether the digests of all weights that the server keeps whole are those of the trainer's."""
+        """Whether the digests of all weights that the server keeps whole are those of the trainer's. Of a server that
+        splits them among GPUs, those are the norms: it is they that are seen to have replaced the zeros."""
         checksums = self._call(server.url, "POST", "/weight_checker", {"action": "checksum"}, LOAD_S)["checksums"]
         split = any(":tp1:" in key for key in checksums)
         held = {name: sha for key, sha in checksums.items() for name in [key.rpartition(":")[2]]
@@ -294,6 +343,8 @@ class ServerEngine:
 def digests_of(given: dict[str, torch.Tensor]) -> dict[str, str]:
     """sha256 of each weight's bytes, and of those that vLLM keeps as one, under the name that it has there."""
     digests = {name: digest(tensor) for name, tensor in given.items()}
+    for name in {EMBEDDING, HEAD} & given.keys():
+        digests[name] = digest(F.pad(given[name], (0, 0, 0, -len(given[name]) % PADDED_TO)))
     for name in given:
         *path, module, kind = name.split(".")
         for whole, parts in FUSED.items():

@@ -17,4 +17,4 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 cd "$SLURM_SUBMIT_DIR"
 NNODES=1 WHALE_RANKS=1 bash run.sh "$@" --help >/dev/null          # the environment, once, before all machines ask for it
-exec srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash run.sh "$@"' run.sh "$@"
+exec srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c 'NODE_RANK=$SLURM_NODEID exec bash run.sh "$@"' run.sh "$@"

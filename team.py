@@ -7,7 +7,6 @@ so a rollout does not depend on which rank makes it.
 
 import os
 import signal
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import wraps
@@ -19,7 +18,7 @@ from transformers.utils.logging import set_verbosity_error
 import rollout
 from config import Config, make_env, rollout_config, train_config
 from engine import TransformersEngine
-from ranks import ALONE, Ranks
+from ranks import Ranks
 from rft import StepStats, Trainer, Trajectory
 from rollout import Trace
 from rundir import UsageError
@@ -47,13 +46,17 @@ class Team:
         if cfg.device.startswith("cuda") and ranks.local_world > torch.cuda.device_count():
             raise UsageError(f"{ranks.local_world} ranks for {torch.cuda.device_count()} GPUs: set WHALE_RANKS")
         env.open()
-        n_cores = (os.cpu_count() or 1) // ranks.local_world            # the ranks of a machine share them
+        n_cores = len(os.sched_getaffinity(0)) // ranks.local_world     # the ranks of a machine share them
         self.sandbox = Sandbox(cfg.waived_layers, max_jobs=max(1, n_cores))
         if ranks.local_world % cfg.tp:
             raise UsageError(f"--tp {cfg.tp}: does not divide the {ranks.local_world} ranks of this machine")
         device = ranks.device(cfg.device)
         self.tp = cfg.tp                                                # ranks that have one engine in common
-        self.engine = open_engine(cfg, device, ranks) if ranks.rank % self.tp == 0 else None
+        self.engine = open_engine(cfg, device) if ranks.rank % self.tp == 0 else None
+        if self.tp > 1:                         # until it has measured its GPUs, nobody else may use their memory
+            ranks.gather(None)
+            ranks.broadcast(None)
+        self.served = 0                         # the version of the weights that all engines have
         self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks)
 
     @together
@@ -72,6 +75,8 @@ class Team:
             if judge:
                 judge.hear(news)
         found = {(trace.task_id, trace.sample): trace for traces, _ in of_ranks for trace in traces}
+        if stale := {trace.version for trace in found.values()} - {self.trainer.version}:
+            raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.trainer.version}")
         return [found[task.id, sample] for task in tasks for sample in range(n)] if found else []
 
     def share(self, items: Sequence) -> Sequence:
@@ -90,11 +95,13 @@ class Team:
         """Each engine, awake, serves the trainer's weights, bit for bit in its own dtype, or the run stops."""
         if self.engine:
             self.engine.wake()
-            if self.engine.version != self.trainer.version:
+        if self.served != self.trainer.version:
+            if self.engine:
                 self.engine.load_weights(self.trainer.weights(), self.trainer.version)
-        elif self.ranks.world > 1:
-            for _ in self.trainer.weights():                            # gathering them takes all ranks
-                pass
+            else:
+                for _ in self.trainer.weights():                        # gathering them takes all ranks
+                    pass
+            self.served = self.trainer.version
 
     @together
     def save(self, folder: Path) -> None:
@@ -110,13 +117,12 @@ class Team:
         self.sandbox.close()
 
 
-def open_engine(cfg: Config, device: str | None = None, ranks: Ranks = ALONE):
+def open_engine(cfg: Config, device: str | None = None):
     """The engine that --engine names: TransformersEngine, VllmEngine or ServerEngine."""
     device = device or cfg.device
-    if cfg.engine == "server":                                          # rank 0 gives the servers their weights
+    if cfg.engine == "server":
         share = Path(cfg.share or cfg.run_dir / "serving").resolve()
-        name = ranks.broadcast(uuid.uuid4().hex[:8])
-        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len, name, leads=ranks.rank == 0)
+        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len)
     if cfg.engine == "vllm":
         return VllmEngine(cfg.model, cfg.n_rows, cfg.max_len, device, cfg.tp, cfg.gpu_memory_frac)
     return TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, device)

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -32,11 +32,10 @@ from queue import SimpleQueue
 from typing import TextIO
 
 import torch
-from safetensors.torch import save_file
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, check_names, digest, load_model, load_tokenizer, stop_ids_of,
-    untied_weights)
+    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, load_model, load_tokenizer,
+    stop_ids_of, untied_weights, write_weights)
 
 START_S = 900           # to load a model and capture its graphs
 SILENCE_S = 50          # of an engine that has work; a step takes milliseconds
@@ -58,16 +57,20 @@ class VllmEngine:
                              "one that has it")
         self.tokenizer = load_tokenizer(model)
         self.dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-        loaded = load_model(model, self.dtype)          # the text model, whatever the folder is of
-        config = loaded.config
+        loaded = load_model(model)                      # the text model, whatever the folder is of
+        config = self.config = loaded.config
+        if tp > config.num_key_value_heads:
+            raise ModelError(f"--tp {tp}: at most the {config.num_key_value_heads} key/value heads of {model}")
         self.stop_ids = stop_ids_of(loaded, self.tokenizer)
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", max_len))
         self.tp, self.version, self.n_steps = tp, 0, 0
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in untied_weights(loaded).items()}
-        self.folder, self._lock = make_folder()
+        base = cast(untied_weights(loaded).items(), self.dtype)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
+        self.folder, self._lock = make_folder(sum(tensor.nbytes for tensor in base.values()))
         self._process: subprocess.Popen | None = None
+        self.keep_log = False                           # once the engine has died
         try:
-            loaded.save_pretrained(self.folder / "base")
+            write_weights(self.folder / "base", config, base)
             self.tokenizer.save_pretrained(self.folder / "base")
             n_cached_tok = n_rows * self.max_len
             settings = {
@@ -81,8 +84,8 @@ class VllmEngine:
                     "kv_cache_memory_bytes": min(n_cached_tok * cache_bytes_a_token(config), 4 << 30)}
                    if device == "cpu" else {"gpu_memory_utilization": memory_frac, "enable_sleep_mode": True})}
             self._start(settings, device)
-            self._prove(untied_weights(loaded))
-            (self.folder / "base" / "model.safetensors").unlink(missing_ok=True)       # memory: vLLM has its own
+            self._prove(base)
+            (self.folder / "base" / "model.safetensors").unlink()              # memory: vLLM has its own
         except BaseException:
             self.close()
             raise
@@ -97,7 +100,7 @@ class VllmEngine:
                if key not in torchrun and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **cpu, **gpu}
-        self.log_path = self.folder / "engine.log"
+        self.log_path = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
         with open(self.log_path, "wb") as log, theirs:
             self._process = subprocess.Popen(           # a session of its own: Ctrl-C is for the host
                 [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
@@ -138,7 +141,7 @@ class VllmEngine:
             kind, *content = self._receive()
             if kind == "finished":
                 for id, ids, finish, versions in content[0]:
-                    if versions - {str(self.version)}:
+                    if versions != {str(self.version)}:
                         raise EngineDied(f"request {id!r} was sampled with weights {versions}, not {self.version}")
                     if id in self._running:             # else it was given up by reset()
                         self._running.remove(id)
@@ -152,12 +155,10 @@ class VllmEngine:
         EngineDied if what vLLM then holds is not what was given. Call it when idle."""
         if not self.idle:
             raise RuntimeError("load_weights while requests are running would mix two policies in one completion")
-        given = {name: tensor.detach().to(self.dtype).cpu().contiguous() for name, tensor in named}
+        given = cast(named, self.dtype)
         check_names(self.shapes, given)
         folder = self.folder / f"version_{version}"
-        folder.mkdir(exist_ok=True)
-        save_file(given, folder / "model.safetensors", metadata={"format": "pt"})
-        shutil.copy(self.folder / "base" / "config.json", folder)
+        write_weights(folder, self.config, given)
         self._ask("load", str(folder), str(version), limit_s=START_S)
         self.version = version
         self._prove(given)
@@ -183,21 +184,32 @@ class VllmEngine:
         if self._process is not None:
             self._outbox.put(None)
             kill_group(self._process)
+            self._pipe.close()
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+        if not self.keep_log:
+            self.log_path.unlink(missing_ok=True)
 
     # ---- inside ----
 
     def _prove(self, given: dict[str, torch.Tensor]) -> None:
-        """EngineDied unless the engine holds these weights, to the last bit. With tp > 1, weights that are split among
-        GPUs are not compared (their shards' names and sizes are vLLM's business); all others are."""
-        held = self._ask("digests", {name: tuple(tensor.shape) for name, tensor in given.items()}, limit_s=START_S)
-        expected = {name: digest(tensor) for name, tensor in given.items()}
-        if EMBEDDING in given:
-            expected.setdefault(HEAD, expected[EMBEDDING])
-        if wrong := sorted(name for name in expected if held.get(name, self.tp == 1) not in (expected[name], False)):
-            raise EngineDied(f"the engine does not hold the weights that it was given: {wrong[:5]}")
+        """EngineDied unless the engine holds these weights, to the last bit: each by its sha256 or, if it is split
+        among GPUs, by the sum of its bits over all of them."""
+        wanted = given.keys()
+        if EMBEDDING in given:                          # by which a tied head multiplies
+            given = {HEAD: given[EMBEDDING], **given}
+        reports = self._ask("read", {name: tuple(tensor.shape) for name, tensor in given.items()}, limit_s=START_S)
+        proved, wrong = set(), set()
+        for parts in set().union(*reports):
+            held = [report.get(parts) for report in reports]                    # one a GPU
+            if all(isinstance(one, list) for one in held):
+                right = all(one == [digest(given[part]) for part in parts] for one in held)
+            else:
+                right = None not in held and sum(held) == sum(sum_bits(given[part]) for part in parts)
+            (proved if right else wrong).update(parts)
+        if wrong := wrong | (wanted - proved):
+            raise EngineDied(f"the engine does not hold the weights that it was given: {sorted(wrong)[:5]}")
 
     def _receive(self) -> tuple:
         """The next message; EngineDied at the end of the pipe, or if it is the engine's last words."""
@@ -210,8 +222,9 @@ class VllmEngine:
             self._died(content[0])
         return kind, *content
 
-    def _ask(self, *message, limit_s: float = SILENCE_S) -> object:
+    def _ask(self, *message, limit_s: float | None = None) -> object:
         """The answer to a message that is not a request for tokens."""
+        limit_s = limit_s or SILENCE_S
         self._outbox.put(message)
         give_up = time.monotonic() + limit_s
         while True:
@@ -231,8 +244,9 @@ class VllmEngine:
         kill_group(self._process)
         why = why or f"its process ended with code {self._process.returncode}"
         said = [line for line in self.log_path.read_text(errors="replace").splitlines() if "error" in line.lower()][-4:]
-        raise EngineDied("\n  ".join([f"the vLLM engine is gone: {why}", *said,
-                                      "The same command goes on from the last finished step."]))
+        self.keep_log = True
+        raise EngineDied("\n  ".join([f"the vLLM engine is gone: {why}", *said, f"Its log: {self.log_path}. The same "
+                                      "command goes on from the last finished step."]))
 
 
 def sampling_of(params: SamplingParams, stop_ids: set[int], room: int) -> dict:
@@ -251,19 +265,24 @@ def cache_bytes_a_token(config) -> int:
     return 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
 
 
-def make_folder() -> tuple[Path, TextIO]:
-    """A folder in shared memory, and the lock that says it is in use; those of processes that were killed go."""
-    where = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    for left in where.glob("whale-engine-*"):
-        try:
-            with open(left / "lock", "a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
-        except OSError:
-            pass                                        # in use, or not ours
-    folder = Path(tempfile.mkdtemp(prefix="whale-engine-", dir=where))
-    lock = open(folder / "lock", "a")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+def make_folder(n_bytes: int) -> tuple[Path, TextIO]:
+    """A folder for weights of n_bytes, in shared memory if there is room, and the lock that says it is in use. Those of
+    processes that were killed go."""
+    shm, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
+    roomy = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 2 * n_bytes + (64 << 20)
+    where = shm if roomy else disk
+    with open(disk / "whale-engines.lock", "a") as all_folders:         # a new one is not locked at once
+        fcntl.flock(all_folders, fcntl.LOCK_EX)
+        for left in where.glob("whale-engine-*"):
+            try:
+                with open(left / "lock", "a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+            except OSError:
+                pass                                                    # in use, or not ours
+        folder = Path(tempfile.mkdtemp(prefix="whale-engine-", dir=where))
+        lock = open(folder / "lock", "a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
 
 
@@ -304,6 +323,9 @@ def serve(pipe: Connection, settings: dict) -> None:
 
     engine = LLMEngine.from_engine_args(EngineArgs(**settings))
     engine.set_weight_version("0")
+    engine.add_request("warm-up", {"prompt_token_ids": [1, 2]}, VllmParams(max_tokens=2, detokenize=False))
+    while engine.has_unfinished_requests():     # what is compiled at first use is compiled before anybody waits for it
+        engine.step()
     ids: dict[str, Hashable] = {}               # vLLM's request ids are strings
     n_requests, beat = 0, time.monotonic()
     while True:
@@ -326,8 +348,8 @@ def serve(pipe: Connection, settings: dict) -> None:
                 engine.apply_model(repack_head)
                 forget_prefixes(engine)
                 engine.set_weight_version(version)
-            elif kind == "digests":
-                answer = engine.apply_model(DigestsOf(content[0]))[0]
+            elif kind == "read":
+                answer = engine.apply_model(Read(content[0]))
             elif kind == "sleep" and settings.get("enable_sleep_mode"):
                 engine.sleep(level=1)
             elif kind == "wake" and settings.get("enable_sleep_mode") and engine.is_sleeping():
@@ -351,39 +373,45 @@ def forget_prefixes(engine) -> None:
         raise RuntimeError("vLLM did not reset its prefix cache")
 
 
-class DigestsOf:
-    """Called on vLLM's model: {a weight's name at the trainer's: its digest}; a class, since vLLM pickles it."""
+class Read:
+    """Called on the model of each GPU: what it holds, as {names at the trainer's: their sha256s, or the sum of the bits
+    of this GPU's part}. Names stand together where vLLM keeps them as one. A class, since vLLM pickles it."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes = shapes
 
-    def __call__(self, model: torch.nn.Module) -> dict[str, str]:
-        return {name: digest(tensor) for name, tensor in live_weights(model, self.shapes)}
+    def __call__(self, model: torch.nn.Module) -> dict[tuple[str, ...], list[str] | int]:
+        report: dict[tuple[str, ...], list[str] | int] = {}
+        for parameter, parts in made_of(model, self.shapes).items():
+            module = model.get_submodule(parameter.rpartition(".")[0])
+            held = dense(module, model.get_parameter(parameter))
+            n_rows = [self.shapes[part][0] for part in parts]
+            if len(held) >= sum(n_rows) and tuple(held.shape[1:]) == self.shapes[parts[0]][1:]:
+                report[parts] = [digest(rows) for rows in held[:sum(n_rows)].split(n_rows)]     # then padding, if any
+            else:
+                report[parts] = sum_bits(held)
+        return report
 
 
-def live_weights(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, what vLLM's model holds of it) for names and shapes of a checkpoint; one that is split among GPUs, or is
-    not there, is left out."""
-    parameters = dict(model.named_parameters())
+def made_of(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """{a parameter of vLLM's: the weights that are its rows, in order}. E.g. qkv_proj is q_proj, k_proj and v_proj."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}      # a tied head, too
     fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
              for part in parts}
-    dtype = next(model.parameters()).dtype
-    for name, shape in shapes.items():
+    found = {}
+    for name in names:
         *path, module, kind = name.split(".")
-        whole, start = name, 0
-        if name not in parameters and module in fused:          # e.g. q_proj, k_proj and v_proj are rows of qkv_proj
-            whole_module, parts = fused[module]
-            whole = ".".join([*path, whole_module, kind])
-            start = sum(shapes[".".join([*path, part, kind])][0] for part in parts[:parts.index(module)])
-        if whole not in parameters:
-            continue
-        rows = dense(model.get_submodule(whole.rpartition(".")[0]), parameters[whole])[start:start + shape[0]]
-        if tuple(rows.shape) == shape:                          # an embedding may have padding rows at its end
-            yield name, rows.to(dtype)
-    if HEAD not in shapes and EMBEDDING in shapes:              # tied: the head must multiply by the embedding
-        rows = dense(model.lm_head, model.lm_head.weight)[:shapes[EMBEDDING][0]]
-        if tuple(rows.shape) == shapes[EMBEDDING]:
-            yield HEAD, rows.to(dtype)
+        if name in own:
+            found[name] = (name,)
+        elif module in fused:
+            whole, parts = fused[module]
+            found[".".join([*path, whole, kind])] = tuple(".".join([*path, part, kind]) for part in parts)
+    return {parameter: parts for parameter, parts in found.items() if parameter in own}
+
+
+def sum_bits(tensor: torch.Tensor) -> int:
+    """The sum of a weight's bit patterns: that of its parts is that of the whole, and zeros add nothing."""
+    return int(tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def dense(module: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
@@ -399,7 +427,7 @@ def dense(module: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
 
 def repack_head(model: torch.nn.Module) -> None:
     """reload_weights forgets the copy of a tied head that a CPU's kernels work on: it would multiply by the old one."""
-    if hasattr(model.lm_head, "cpu_linear"):
+    if hasattr(getattr(model, "lm_head", None), "cpu_linear"):
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

@@ -206,8 +206,6 @@ class Run:
         with self.bar(f"{kind} rollouts", len(tasks) * n) as advance:
             traces = self.team.roll_out(self.harness.source, tasks, n, (self.cfg.seed, kind, index),
                                         on_finish=lambda trace: advance())
-        if stale := {trace.version for trace in traces} - {self.trainer.version}:
-            raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.trainer.version}")
         self.dir.charge(kind, **cost_of(traces))
         self.tell_judge()
         return traces

@@ -28,6 +28,7 @@ def test_every_part_measures(tmp_path):
     assert not found["left_out"] and found["matmul"]["tflops"] > 0
     rollouts, training, steps = found["rollouts"], found["training"], found["two_steps"]
     assert rollouts["n_tok"] == 8 * 20 and rollouts["weight_bytes"] == 2 * found["model"]["n_weights"] and 0 < rollouts["mfu"] < 1
+    assert rollouts["same_after_load"]
     assert training["n_tok"] == 4 * 300 and training["loss"] > 1 and 0 < training["mfu"] < 1
     assert steps["weight_steps"] == 2 and steps["rollouts"] == 32 and steps["version"] == 2       # the coin accepted some, each time
     assert 32 * 20 < steps["sampled_tok"]["weight"] < 32 * 600                                    # replies end by themselves

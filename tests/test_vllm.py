@@ -3,10 +3,12 @@ Qwen3.5's architecture; an exported folder. `bash run.sh test-vllm` makes an env
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ import vllm_engine
 from config import ROOT
 from engine import EngineDied, SamplingParams, load_model, untied_weights
 from servers import HAS_VLLM, MODEL
+from envs import MathEnv
 from small import SMALL, call, rows, start
 from test_engines import drain, greedy, random_prompts
-from vllm_engine import VllmEngine
+from vllm_engine import Read, VllmEngine, make_folder, sum_bits, visible_gpus
+from whale import sample_tasks
 
-pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
 TORCHVISION = Path(sys.prefix) / "torchvision-apart"            # run.sh: it does not import beside the CPU build as it is
 
 
@@ -68,6 +72,7 @@ def ask_much(engine) -> None:
         engine.submit(i, [5, 6, 7 + i], SamplingParams(max_tokens=240, seed=i, top_k=0))
 
 
+@needs_vllm
 def test_a_killed_engine_is_an_error_at_once(engine):
     ask_much(engine)
     engine.step()
@@ -78,6 +83,7 @@ def test_a_killed_engine_is_an_error_at_once(engine):
     assert time.monotonic() - started < 10
 
 
+@needs_vllm
 def test_a_silent_engine_is_an_error_in_time(engine, monkeypatch):
     """Stopped in the middle of its work, with a pipe that is full."""
     monkeypatch.setattr(vllm_engine, "SILENCE_S", 3)
@@ -91,6 +97,7 @@ def test_a_silent_engine_is_an_error_in_time(engine, monkeypatch):
     assert time.monotonic() - started < 20 and engine._process.poll() is not None
 
 
+@needs_vllm
 def test_an_idle_engine_may_be_silent(shared, monkeypatch):
     monkeypatch.setattr(vllm_engine, "SILENCE_S", 2)
     time.sleep(3)
@@ -98,6 +105,7 @@ def test_an_idle_engine_may_be_silent(shared, monkeypatch):
     assert drain(shared)[0].ids
 
 
+@needs_vllm
 def test_what_goes_wrong_inside_is_told(engine):
     engine._outbox.put(("submit", "x", [5], {"temperature": -1.0}))
     engine._running.add("x")
@@ -105,6 +113,7 @@ def test_what_goes_wrong_inside_is_told(engine):
         drain(engine)
 
 
+@needs_vllm
 def test_close_leaves_no_process_and_no_folder():
     before, kept = workers(), folders()
     engine = VllmEngine(MODEL, n_rows=8, max_len=256, device="cpu")
@@ -116,6 +125,7 @@ def test_close_leaves_no_process_and_no_folder():
     assert workers() == before and folders() <= kept
 
 
+@needs_vllm
 def test_weights_that_do_not_arrive_are_found_out(shared):
     """The reload is left out; and a weight that differs in its last bit is told from all others, wherever vLLM keeps it."""
     new = {name: (tensor * 1.01).to(torch.bfloat16) for name, tensor in untied_weights(load_model(MODEL)).items()}
@@ -125,19 +135,21 @@ def test_weights_that_do_not_arrive_are_found_out(shared):
         shared.load_weights(new.items(), 1)
     shared._ask = ask
     shared.load_weights(new.items(), 2)
-    held = shared._ask("digests", shapes)
-    assert held.keys() == new.keys() | {"lm_head.weight"} and held["lm_head.weight"] == held["model.embed_tokens.weight"]
+    (held,) = shared._ask("read", shapes)
+    assert {name for parts in held for name in parts} == new.keys() and all(isinstance(one, list) for one in held.values())
     for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight",
                  "model.layers.2.self_attn.o_proj.weight", "model.norm.weight"):
         changed = {n: tensor.clone() for n, tensor in new.items()}
         changed[name].view(-1).view(torch.int16)[-1] ^= 1
         shared.load_weights(changed.items(), 3)
-        other = shared._ask("digests", shapes)
-        assert {n for n in held if held[n] != other[n]} == {name} | ({"lm_head.weight"} if "embed" in name else set())
+        (other,) = shared._ask("read", shapes)
+        (parts,) = [parts for parts in held if held[parts] != other[parts]]
+        assert [part for part, a, b in zip(parts, held[parts], other[parts], strict=True) if a != b] == [name]
         with pytest.raises(EngineDied, match=name):
             shared._prove(new)
 
 
+@needs_vllm
 def test_a_tied_head_follows_the_embedding(shared):
     """In bf16, a reload alone leaves the repacked head as it was, and the replies would be the old head's."""
     torch.manual_seed(0)
@@ -163,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@needs_vllm
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_no_engine_outlives_its_host(tmp_path, end):
     script = tmp_path / "host.py"
@@ -180,6 +193,7 @@ def test_no_engine_outlives_its_host(tmp_path, end):
         assert not folders() & left
 
 
+@needs_vllm
 def test_an_engine_that_is_killed_in_a_run(tmp_path):
     """A clear message, exit 1, no process left; the same command goes on to the end."""
     args = ["math", *SMALL, "--engine", "vllm", "--n-eval", 8, "--out", tmp_path, "--name", "run"]
@@ -202,6 +216,7 @@ def test_an_engine_that_is_killed_in_a_run(tmp_path):
     assert steps == [1, 2] and json.loads((tmp_path / "run/summary.json").read_text())["complete"]
 
 
+@needs_vllm
 def test_the_whole_loop(tmp_path):
     """`bash run.sh math --engine vllm`: one cycle at its full size, learning as the transformers engine does."""
     code, output = call("math", "--engine", "vllm", "--cycles", 1, "--out", tmp_path, "--name", "run")
@@ -210,10 +225,12 @@ def test_the_whole_loop(tmp_path):
     assert summary["final_mean8"]["mean"] > summary["base_mean8"]["mean"] + 0.2
     steps = [row for row in rows(tmp_path / "run") if row["kind"] == "weight_step"]
     assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
-    other = {json.loads(line)["task_id"] for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()}
-    assert other                                                # tasks and seeds are those of any engine
+    shown = {json.loads(line)["task_id"] for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()}
+    train = MathEnv().load(ROOT / "embedded/math/train.jsonl")
+    assert shown <= {task.id for task in sample_tasks(train, 0, 0, 32)}                     # the tasks are those of any engine
 
 
+@needs_vllm
 def test_an_exported_folder_is_served(finished, tmp_path):
     """In bf16, with the run's chat template; greedy as transformers has it."""
     assert call("export", finished, "--out", tmp_path / "agent")[0] == 0
@@ -240,6 +257,7 @@ def agreement(engine, reference) -> float:
     return sum(done[i].ids == greedy(reference, prompt, 8, engine.stop_ids) for i, prompt in enumerate(prompts)) / len(prompts)
 
 
+@needs_vllm
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision beside this environment")
 def test_qwen35_is_served(tmp_path, monkeypatch):
     """A tiny random vision-language model of Qwen3.5: its text model is served, and new weights arrive."""
@@ -258,3 +276,59 @@ def test_qwen35_is_served(tmp_path, monkeypatch):
         assert agreement(engine, reference) >= 0.7
     finally:
         engine.close()
+
+
+# ---- without vLLM ---------------------------------------------------------------------------------------------------
+
+
+def fake_model(gate_up: torch.Tensor, down: torch.Tensor, norm: torch.Tensor) -> torch.nn.Module:
+    """A layer as vLLM names it, on one GPU of several."""
+    model = torch.nn.Module()
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    for name, weight in (("gate_up_proj", gate_up), ("down_proj", down), ("norm", norm)):
+        model.add_module(name, torch.nn.Module())
+        model.get_submodule(name).weight = torch.nn.Parameter(weight)
+    return model
+
+
+def test_weights_that_are_split_among_gpus_are_summed():
+    """Two GPUs, each with half of the rows of gate and up, and half of the columns of down."""
+    gate, up, down, norm = torch.randn(8, 4), torch.randn(8, 4), torch.randn(4, 8), torch.randn(4)
+    shapes = {"gate_proj.weight": (8, 4), "up_proj.weight": (8, 4), "down_proj.weight": (4, 8), "norm.weight": (4,)}
+    reports = [Read(shapes)(fake_model(torch.cat([gate[i:i + 4], up[i:i + 4]]), down[:, i:i + 4], norm)) for i in (0, 4)]
+    (together,) = [parts for parts in reports[0] if len(parts) == 2]
+    assert together == ("gate_proj.weight", "up_proj.weight") and sum(r[together] for r in reports) == sum_bits(gate) + sum_bits(up)
+    assert sum(report[("down_proj.weight",)] for report in reports) == sum_bits(down)
+    assert isinstance(reports[0][("norm.weight",)], list) and reports[0][("norm.weight",)] == reports[1][("norm.weight",)]
+    whole = Read(shapes)(fake_model(torch.cat([gate, up]), down, norm))
+    assert all(isinstance(one, list) for one in whole.values()) and len(whole[together]) == 2
+
+
+def test_an_engine_sees_the_gpus_of_its_rank(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [visible_gpus(device, tp) for device, tp in (("cuda", 1), ("cuda:2", 1), ("cuda:2", 2), ("cuda", 4))] == ["4", "6", "6,7", "4,5,6,7"]
+
+
+def make_folders(n: int) -> int:
+    """Makes folders and takes them down, with other processes at it -> how many were gone in between."""
+    lost = 0
+    for _ in range(n):
+        folder, lock = make_folder(0)
+        (folder / "base").mkdir()
+        time.sleep(0.001)
+        lost += not (folder / "base").exists() or not (folder / "lock").exists()
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+    return lost
+
+
+def test_folders_are_made_by_many_processes_at_once():
+    with ProcessPoolExecutor(4) as pool:
+        assert sum(pool.map(make_folders, [30] * 4)) == 0
+
+
+def test_a_full_shared_memory_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engine.tempfile, "tempdir", str(tmp_path))
+    folder, lock = make_folder(1 << 50)
+    assert folder.parent == tmp_path
+    lock.close()
