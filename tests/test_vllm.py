@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import vllm_engine
 from config import ROOT
@@ -21,6 +22,7 @@ from servers import HAS_VLLM, MODEL
 from envs import MathEnv
 from small import SMALL, call, rows, start
 from test_engines import drain, greedy, random_prompts
+from test_ranks import finish, launch
 from vllm_engine import Read, VllmEngine, make_folder, sum_bits, visible_gpus
 from whale import sample_tasks
 
@@ -276,6 +278,64 @@ def test_qwen35_is_served(tmp_path, monkeypatch):
         assert agreement(engine, reference) >= 0.7
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory) -> Path:
+    """A tiny random Qwen3 whose key/value heads two GPUs can share, with a head of its own and padding in its vocabulary."""
+    folder = tmp_path_factory.mktemp("two_heads")
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=1024, eos_token_id=2, tie_word_embeddings=False)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+@needs_vllm
+def test_an_engine_of_two_processes(two_heads, monkeypatch):
+    """--tp 2: weights are split, arrive, are proved by the sums of their bits; a bit that differs is seen; all ends together."""
+    engine = VllmEngine(str(two_heads), n_rows=16, max_len=256, device="cpu", tp=2)
+    family = {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if group_of(path) == engine._process.pid}
+    try:
+        assert len(family) >= 3
+        reference = load_model(two_heads)
+        new = {name: tensor + 0.02 * torch.randn(tensor.shape) for name, tensor in untied_weights(reference).items()}
+        engine.load_weights(new.items(), 1)
+        reference.load_state_dict(new)
+        assert agreement(engine, reference) >= 0.9
+        for name in ("model.layers.1.self_attn.v_proj.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
+            changed = {n: tensor.clone() for n, tensor in new.items()}
+            changed[name].view(-1).view(torch.int32)[-1] ^= 1
+            with pytest.raises(EngineDied, match=name):
+                engine._prove(changed)
+    finally:
+        engine.close()
+    give_up = time.monotonic() + 10
+    while left := {pid for pid in family if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < give_up, left
+        time.sleep(0.1)
+
+
+def group_of(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return 0
+
+
+@needs_vllm
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_with_vllm(two_heads, tmp_path, tp):
+    """Two ranks with an engine each, which learn; or with one in common, where no update happens (a random model solves nothing)."""
+    model = ["--model", two_heads, "--max-assistant-tok", 8] if tp == 2 else []
+    args = ["math", *SMALL, "--engine", "vllm", "--method", "weight", "--rollouts", 256, "--tp", tp, *model, "--out", tmp_path, "--name", "run"]
+    before = workers()
+    code, output = finish(launch(ROOT / "cli.py", *args), timeout=200)
+    assert code == 0, output
+    steps = [row for row in rows(tmp_path / "run") if row["kind"] == "weight_step"]
+    assert [row["version"] for row in steps] == ([1, 2] if tp == 1 else [0, 0])
+    assert f"2 ranks, {2 // tp} engines" in output and workers() == before
 
 
 # ---- without vLLM ---------------------------------------------------------------------------------------------------
