@@ -328,26 +328,33 @@ def weights_row(model: str, wanted: float, repeats: int) -> Row:
 
 
 def bench_ranks(sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Weight steps of a run, each rank with the same share of rollouts: its rank-seconds a sampled token, sampling and
-    training. Two ranks have twice the rollouts, and the same cores as the sandboxes of both."""
-    cost: dict[int, list[float]] = {1: [], 2: []}
+    """Weight steps of a run: the rank-seconds a sampled token, sampling and training. Two ranks have twice the
+    rollouts, on the same cores as the sandboxes of both; so have two runs side by side, unknown to each other."""
+    one, two, apart = [], [], []
     for turn in range(sizes.few):
-        for world in cost:
-            cost[world].append(rank_seconds_a_token(world, sizes.n_step_prompts, folder / f"{turn}-{world}"))
-    yield Row("ranks", "a token of a weight step on 2 ranks / on 1", "s", cost[2], cost[1],
-              median_ratio(cost[2], cost[1]), most=1.25, note="a torch thread each; gloo")
+        one += a_token_of_runs(1, 1, sizes.n_step_prompts, folder / f"{turn}-one")
+        two += a_token_of_runs(1, 2, sizes.n_step_prompts, folder / f"{turn}-two")
+        apart.append(statistics.mean(a_token_of_runs(2, 1, sizes.n_step_prompts, folder / f"{turn}-apart")))
+    said = "a torch thread each; gloo"
+    yield Row("ranks", "a token of a weight step on 2 ranks / on 1", "s", two, one, median_ratio(two, one), most=1.25,
+              note=said)
+    yield Row("ranks", "on 2 ranks / in 2 runs side by side", "s", two, apart, median_ratio(two, apart), note=said)
 
 
-def rank_seconds_a_token(world: int, n_prompts: int, out: Path) -> float:
+def a_token_of_runs(n_runs: int, world: int, n_prompts: int, out: Path) -> list[float]:
+    """Rank-seconds a sampled token of each of n runs at once, of `world` ranks each."""
     launcher = [] if world == 1 else [str(ROOT / "ranks.py"), "--standalone", "--nproc-per-node", str(world)]
     data = ROOT / "embedded" / "math"
-    subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "cli.py"), "math", "--method", "weight", "--name", "run",
+    runs = [subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / "cli.py"), "math", "--method", "weight", "--name", str(i),
          "--out", str(out), "--prompt-batch", str(world * n_prompts), "--rollouts", str(4 * GROUP * world * n_prompts),
          "--n-eval", "1", "--test", f"{data}/test.jsonl[:8]", "--harness-set", f"{data}/harness.jsonl[:8]"],
-        check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    summary = json.loads((out / "run" / "summary.json").read_text())
-    return world * summary["seconds"]["weight"] / summary["ledger"]["weight"]["completion_tok"]
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        for i in range(n_runs)]
+    if any([run.wait() for run in runs]):
+        raise LeftOut(f"a run of {world} ranks failed")
+    spent = [json.loads((out / str(i) / "summary.json").read_text())["ledger"]["weight"] for i in range(n_runs)]
+    return [world * of_run["seconds"] / of_run["completion_tok"] for of_run in spent]
 
 
 def bench_vllm(sizes: Sizes, folder: Path) -> Iterator[Row]:

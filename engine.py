@@ -179,6 +179,7 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32, attention:
     if getattr(loaded, "hf_quantizer", None) is not None:       # a .gguf, dequantised by now: a plain model from here
         loaded.hf_quantizer = None
         del loaded.config.quantization_config
+    loaded.config.architectures = [type(loaded).__name__]       # of a vision-language folder, its text model
     return loaded.eval()
 
 

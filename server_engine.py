@@ -92,6 +92,7 @@ class ServerEngine:
         self._lock, self._round = threading.Lock(), 0           # reset() begins a new round; results of old ones go
         self._running: set[Hashable] = set()
         self._finished: list[Completion] = []
+        self.n_threads = n_rows
         for _ in range(n_rows):                 # daemons: a server that does not answer keeps no process alive
             threading.Thread(target=self._work, daemon=True).start()
         loaded = load_model(model)
@@ -187,6 +188,8 @@ class ServerEngine:
 
     def close(self) -> None:
         self.closed.set()
+        for _ in range(self.n_threads):
+            self._jobs.put(None)
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -195,7 +198,9 @@ class ServerEngine:
     def _work(self) -> None:
         """A thread: one request after the other."""
         while not self.closed.is_set():
-            number, id, prompt_ids, params = self._jobs.get()
+            if (job := self._jobs.get()) is None:
+                return
+            number, id, prompt_ids, params = job
             if number == self._round:
                 try:
                     self._results.put((number, self._sample(id, prompt_ids, params)))

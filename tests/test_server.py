@@ -235,6 +235,7 @@ def test_vllm_servers_that_lose_their_weights(tmp_path, monkeypatch):
     """A server that is killed: the other one answers. Restarted, it serves its own model again: no token of that is
     taken, it is given the run's weights, and then asked again."""
     monkeypatch.setattr(server_engine, "PAUSE_S", 0.2)
+    monkeypatch.setattr(server_engine, "DOWN_S", 0.2)
     reference = load_model(MODEL)
     new = {name: tensor * 1.5 for name, tensor in untied_weights(reference).items()}
     changed = load_model(MODEL)
@@ -279,4 +280,4 @@ def test_a_run_over_two_vllm_servers(tmp_path):
     for path in sorted((tmp_path / "run/rollouts").glob("*.jsonl")):
         assert {json.loads(line)["version"] for line in path.read_text().splitlines()} == {int(path.stem.rpartition("_")[2]) - 1}
     assert not list((tmp_path / "run").glob("serving/*"))
-    assert threading.active_count() < 60
+    assert threading.active_count() < 30                        # those of its 32 rollouts at once have ended
