@@ -328,7 +328,7 @@ class ServerEngine:
                         continue                        # another rank gave it the same weights and has let it go on
                     if not self._holds(server):
                         raise EngineDied(f"{server.url} does not hold the weights of {self.folder}: does it see that "
-                                         f"folder, and does it serve a {self.config.architectures[0]}?")
+                                         f"folder, and a model of its class? `vllm serve {self.folder}` serves one")
                     self._call(server.url, "POST", "/update_weight_version", {"new_version": self.stamp})
                 finally:
                     self._call(server.url, "POST", "/resume")

@@ -1,6 +1,7 @@
 """Writes the README's tables, and table.md of each domain, from results/DOMAIN/results.json; takes new results in.
 
-    bash run.sh bench --out results/bench.json            measures anew what "How fast" shows
+    bash run.sh bench --out results/bench.json            measures anew what "How fast" shows, and with vLLM:
+    bash run.sh bench --engine vllm --out results/bench-vllm.json
     .venv/bin/python results/update_readme.py runs/compare-math runs/compare-search       takes these in, then writes
     .venv/bin/python results/update_readme.py                                             writes
 
@@ -40,21 +41,24 @@ def blocks() -> dict[str, str]:
     first = found["math"]["arms"][0]
     lines = "\n".join("{:<6} {:.3f}   {:.3f} - {:.3f}".format(which, first[which]["mean"], *first[which]["ci95"])
                       for which in ("base", "best", "final"))
-    return {"bench": bench_block(json.loads((RESULTS / "bench.json").read_text())),
+    measured = [json.loads((RESULTS / name).read_text()) for name in ("bench.json", "bench-vllm.json")]
+    return {"bench": bench_block(measured),
             "last lines": f"```\ntest mean@8    95 % interval\n{lines}\n```",
             "results": table + "\n\n" + "\n".join(notes)}
 
 
-def bench_block(results: dict) -> str:
-    """The table of `bash run.sh bench`, the machine, and what was left out."""
-    titles = [*bench.TITLES, "note"]
-    rows = [titles, ["---"] * len(titles), *([*bench.cells(row), row["note"]] for row in results["rows"])]
-    machine, loads = results["machine"], [load[0] for load in results["load"]]
-    says = [f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {machine['gpu'] or 'no GPU'}; "
-            f"torch {machine['torch']} on {machine['torch_threads']} threads, transformers {machine['transformers']}, "
-            f"{machine['trl']}; version {machine['commit'][:12]}",
-            f"load before {loads[0]:.1f}, after {loads[1]:.1f}" + ": other work ran beside it" * (loads[0] > 1),
-            *(f"left out: {name}: {why}" for name, why in results["left_out"].items())]
+def bench_block(files: list[dict]) -> str:
+    """The table of `bash run.sh bench`, with and without vLLM, the machines, and what was left out."""
+    titles, says = [*bench.TITLES, "note"], []
+    rows = [titles, ["---"] * len(titles)]
+    for results in files:
+        rows += [[*bench.cells(row), row["note"]] for row in results["rows"]]
+        machine, loads = results["machine"], [load[0] for load in results["load"]]
+        says += [f"{', '.join(results['seconds'])}: {machine['cores']} cores of {machine['cpu']}, "
+                 f"{machine['memory_gib']} GiB, {machine['gpu'] or 'no GPU'}; torch {machine['torch']} on "
+                 f"{machine['torch_threads']} threads, transformers {machine['transformers']}, {machine['trl']}; version "
+                 f"{machine['commit'][:12]}; load before {loads[0]:.1f}, after {loads[1]:.1f}",
+                 *(f"left out: {name}: {why}" for name, why in results["left_out"].items())]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n".join(f"- {line}" for line in says)
 
 

@@ -71,9 +71,9 @@ def test_an_unknown_section_is_refused():
 
 
 def test_the_committed_figures_are_whole():
-    results = json.loads((ROOT / "results" / "bench.json").read_text())
-    assert set(results["seconds"]) == set(bench.SECTIONS)
-    for row in results["rows"]:
+    files = [json.loads((ROOT / "results" / name).read_text()) for name in ("bench.json", "bench-vllm.json")]
+    assert {section for file in files for section in file["seconds"]} == set(bench.SECTIONS)
+    for row in [row for file in files for row in file["rows"]]:
         if row["section"] in ("rollouts", "training", "scaling"):
             assert all(ours == pytest.approx(bare, rel=1e-3) for ours, bare in row["work"].values())
         if row["section"] == "rollouts":
