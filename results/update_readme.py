@@ -56,8 +56,8 @@ def bench_block(files: list[dict]) -> str:
         machine, loads = results["machine"], [load[0] for load in results["load"]]
         says += [f"{', '.join(results['seconds'])}: {machine['cores']} cores of {machine['cpu']}, "
                  f"{machine['memory_gib']} GiB, {machine['gpu'] or 'no GPU'}; torch {machine['torch']} on "
-                 f"{machine['torch_threads']} threads, transformers {machine['transformers']}, {machine['trl']}; version "
-                 f"{machine['commit'][:12]}; load before {loads[0]:.1f}, after {loads[1]:.1f}",
+                 f"{machine['torch_threads']} threads, transformers {machine['transformers']}, {machine['trl']}; "
+                 f"version {machine['commit'][:12]}; load before {loads[0]:.1f}, after {loads[1]:.1f}",
                  *(f"left out: {name}: {why}" for name, why in results["left_out"].items())]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n".join(f"- {line}" for line in says)
 
