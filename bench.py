@@ -42,7 +42,7 @@ from rich.table import Table
 
 import rollout
 from config import ROOT, Config, code_version, load_splits, rollout_config, train_config
-from engine import TransformersEngine, load_model, weights_checksum
+from engine import load_model, weights_checksum
 from measure import (
     GROUP, TINY, TRL_PACKAGES, Holding, LeftOut, Parts, Row, Side, generate, in_a_process, median_ratio,
     proc_bytes, replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly, trl_python)
@@ -50,6 +50,7 @@ from rft import Trainer
 from rollout import Trace
 from rundir import UsageError, write_atomically
 from sandbox import Sandbox
+from transformers_engine import TransformersEngine
 
 TRL_MICRO_ROWS = 64                             # of a forward pass
 QUESTION = "{question}\n\nPut your final answer in \\boxed{}."

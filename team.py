@@ -17,7 +17,6 @@ from transformers.utils.logging import set_verbosity_error
 
 import rollout
 from config import Config, make_env, rollout_config, train_config
-from engine import TransformersEngine
 from ranks import Ranks
 from rft import StepStats, Trainer, Trajectory
 from rollout import Trace
@@ -25,6 +24,7 @@ from rundir import UsageError
 from sandbox import Sandbox
 from server_engine import ServerEngine
 from tasks import Task
+from transformers_engine import TransformersEngine
 from vllm_engine import VllmEngine
 
 

@@ -79,7 +79,7 @@ class PlainServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self):
-        from engine import TransformersEngine
+        from transformers_engine import TransformersEngine
 
         super().__init__(("127.0.0.1", 0), Handler)
         self.engine, self.lock = TransformersEngine(MODEL, n_rows=4, max_len=512), threading.Lock()

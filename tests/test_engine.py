@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from engine import (
-    Completion, ModelError, SamplingParams, TransformersEngine, load_model, sample_tokens, untied_weights, weights_checksum,
-)
+from engine import ModelError, SamplingParams, Completion, load_model, untied_weights, weights_checksum
+from transformers_engine import TransformersEngine, sample_tokens
 from config import ROOT
 
 MODEL = str(ROOT / "embedded" / "model")

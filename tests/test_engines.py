@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
-from engine import Completion, ModelError, SamplingParams, TransformersEngine, load_model, untied_weights
+from engine import Completion, ModelError, SamplingParams, load_model, untied_weights
 from server_engine import ServerEngine
 from servers import HAS_VLLM, MODEL, vllm_servers
+from transformers_engine import TransformersEngine
 from vllm_engine import VllmEngine
 
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")

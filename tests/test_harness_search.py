@@ -23,7 +23,7 @@ import harness_search as hs
 import nano
 import proposers
 import rollout
-from engine import TransformersEngine
+from transformers_engine import TransformersEngine
 from envs import MathEnv
 from tasks import Task
 from gates import ForbiddenText

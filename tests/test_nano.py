@@ -8,7 +8,8 @@ import pytest
 import nano
 import nano_chess
 import nano_worlds
-from engine import SamplingParams, TransformersEngine, load_tokenizer
+from engine import SamplingParams, load_tokenizer
+from transformers_engine import TransformersEngine
 from envs import ENVS, SearchEnv
 from mechanisms import mechanisms_of, render
 from tasks import ToolUse

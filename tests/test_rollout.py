@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import Completion, TransformersEngine, load_tokenizer
+from engine import Completion, load_tokenizer
+from transformers_engine import TransformersEngine
 from envs import MathEnv
 from tasks import Task
 from rollout import (
