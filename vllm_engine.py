@@ -68,7 +68,8 @@ class VllmEngine:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
         self.folder, self._lock = make_folder(sum(tensor.nbytes for tensor in base.values()))
         self._process: subprocess.Popen | None = None
-        self.keep_log = False                           # once the engine has died
+        self.log_path = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
+        self.keep_log = False                           # until the engine has died
         try:
             write_weights(self.folder / "base", config, base)
             self.tokenizer.save_pretrained(self.folder / "base")
@@ -100,7 +101,6 @@ class VllmEngine:
                if key not in torchrun and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **cpu, **gpu}
-        self.log_path = Path(tempfile.gettempdir()) / f"{self.folder.name}.log"
         with open(self.log_path, "wb") as log, theirs:
             self._process = subprocess.Popen(           # a session of its own: Ctrl-C is for the host
                 [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
