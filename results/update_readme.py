@@ -1,7 +1,7 @@
 """Writes the README's tables, and table.md of each domain, from results/DOMAIN/results.json; takes new results in.
 
-    bash run.sh bench --out results/bench.json            measures anew what "How fast" shows, and with vLLM:
-    bash run.sh bench --engine vllm --out results/bench-vllm.json
+    bash run.sh bench --out results/bench.json            measures anew what "How fast" shows, from results/bench*.json;
+    bash run.sh bench --engine vllm --out results/bench-vllm.json                         the same with vLLM
     .venv/bin/python results/update_readme.py runs/compare-math runs/compare-search       takes these in, then writes
     .venv/bin/python results/update_readme.py                                             writes
 
@@ -41,7 +41,7 @@ def blocks() -> dict[str, str]:
     first = found["math"]["arms"][0]
     lines = "\n".join("{:<6} {:.3f}   {:.3f} - {:.3f}".format(which, first[which]["mean"], *first[which]["ci95"])
                       for which in ("base", "best", "final"))
-    measured = [json.loads((RESULTS / name).read_text()) for name in ("bench.json", "bench-vllm.json")]
+    measured = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("bench*.json"))]
     return {"bench": bench_block(measured),
             "last lines": f"```\ntest mean@8    95 % interval\n{lines}\n```",
             "results": table + "\n\n" + "\n".join(notes)}
