@@ -102,6 +102,8 @@ class Team:
                 for _ in self.trainer.weights():                        # gathering them takes all ranks
                     pass
             self.served = self.trainer.version
+        if self.engine and self.engine.version != self.trainer.version:
+            raise RuntimeError("the engine does not serve the weights that were trained")
 
     @together
     def save(self, folder: Path) -> None:

@@ -296,7 +296,7 @@ def run_stand_ins(folder: Path, script: str, words: str, environment: dict[str, 
     checksum = subprocess.run(["cksum"], stdin=open(ROOT / "requirements.txt"), capture_output=True, text=True).stdout.split()[0]
     with_vllm = f"envs/vllm-{checksum}"                         # where --preset paper looks for its environment
     for path, text in ((".venv/bin/python", 'echo "$@"'), (f"{with_vllm}/bin/python", 'echo "$@"'), ("bin/nvidia-smi", 'printf "GPU %d: H200\\n" 0 1 2'),
-                       ("bin/srun", 'shift; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"'), ("bin/scontrol", 'printf "n1\\nn2\\n"')):
+                       ("bin/srun", 'shift 2; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 "$@"'), ("bin/scontrol", 'printf "n1\\nn2\\n"')):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(f"#!/bin/sh\n{text}\n")
         (folder / path).chmod(0o755)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import transformers_engine
+from engine import EngineDied, untied_weights
 from envs import MathEnv
 from config import ROOT, Config, UsageError, check_disk
 from small import DATA, SMALL, call, call_json, rows, start
@@ -251,7 +253,7 @@ def test_nothing_to_learn_from_stops_with_a_reason(tmp_path):
     (["sandbox", "/nowhere.py"], "/nowhere.py"),
     (["verify", "math"], "--cases"),
     (["eval", "math", "--n", "0"], "--n 0"),
-    (["eval", "math", "--harness", str(ROOT / "README.md")], "does not parse"),
+    (["eval", "math", "--harness", str(ROOT / "CITATION.bib")], "does not parse"),
     (["math", "--harness", str(ROOT / "cli.py")], "SYSTEM_PROMPT must be set"),
     (["verify", "math", "--reply-file", str(ROOT / "README.md")], "--reference"),
     (["verify", "math", "--cases", "/nowhere.jsonl"], "/nowhere.jsonl"),
@@ -332,11 +334,12 @@ def test_no_prompt_twice_before_all_once():
 
 
 def test_the_engine_must_serve_the_trained_weights(tmp_path, monkeypatch):
-    """A load that does nothing is caught by the checksum, before a rollout is sampled from stale weights."""
+    """A load that does nothing is caught before a rollout is sampled from stale weights: one that is not carried out by
+    the version, one that does not reach the model by the checksum."""
     import torch
 
     cfg = Config("math", preset="tiny", model=str(ROOT / "embedded" / "model"), max_len=512, out=str(tmp_path), tool_s=2.0,
-                 tool_mb=256, harness_s=2.0, harness_mb=256, autocast_bf16=False)
+                 tool_mb=256, harness_s=2.0, harness_mb=256, autocast_bf16=False, engine="transformers")
     run = Run(cfg)
     with run.sandbox, torch.no_grad():
         next(run.trainer.model.parameters()).add_(1.0)
@@ -347,6 +350,11 @@ def test_the_engine_must_serve_the_trained_weights(tmp_path, monkeypatch):
         monkeypatch.setattr(run.engine, "load_weights", lambda named, version: None)
         with pytest.raises(RuntimeError, match="does not serve"):
             run.team.serve_weights()
+        monkeypatch.undo()
+        monkeypatch.setattr(transformers_engine, "untied_weights", lambda model: {
+            name: tensor.clone() for name, tensor in untied_weights(model).items()})
+        with pytest.raises(EngineDied, match="does not hold the weights"):
+            run.engine.load_weights(run.trainer.weights(), run.trainer.version)
 
 
 def test_eval_command(tmp_path):
