@@ -39,6 +39,7 @@ from engine import (
 
 START_S = 900           # to load a model and capture its graphs
 SILENCE_S = 50          # of an engine that has work; a step takes milliseconds
+GOODBYE_S = 20          # for vLLM's workers to end by themselves
 POLL_S = 0.005          # that `step` waits for something to finish
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"         # a tied head is the embedding
 BEAT_S = 1.0            # between two signs of life of a process that steps
@@ -183,8 +184,13 @@ class VllmEngine:
         """Ends the process and all below it."""
         if self._process is not None:
             self._outbox.put(None)
-            kill_group(self._process)
             self._pipe.close()
+            if self.tp > 1 and self._process.poll() is None:            # it gives back what its workers shared
+                try:
+                    self._process.wait(GOODBYE_S)
+                except subprocess.TimeoutExpired:
+                    pass
+            kill_group(self._process)
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
@@ -315,13 +321,14 @@ def kill_group(process: subprocess.Popen) -> None:
 # ---- the engine's own process ---------------------------------------------------------------------------------------
 
 
-def serve(pipe: Connection, settings: dict) -> None:
-    """Takes messages and steps, until the host closes the pipe."""
+def serve(pipe: Connection, settings: dict, engines: list) -> None:
+    """Takes messages and steps, until the host closes the pipe. The engine is left in `engines`, to be shut down."""
     from vllm import SamplingParams as VllmParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+    engines.append(engine)
     engine.set_weight_version("0")
     engine.add_request("warm-up", {"prompt_token_ids": [1, 2]}, VllmParams(max_tokens=2, detokenize=False))
     while engine.has_unfinished_requests():     # what is compiled at first use is compiled before anybody waits for it
@@ -438,11 +445,12 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)          # PR_SET_PDEATHSIG: dies with its host
     if os.getppid() != host:
         return
-    pipe = Connection(fd)
+    pipe, engines = Connection(fd), []
     try:
-        serve(pipe, settings)
+        serve(pipe, settings, engines)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass                                                            # the host is gone, or done with us
+        for engine in engines:                                          # the host is gone, or done with us
+            engine.engine_core.shutdown()
     except BaseException as error:
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
         raise
