@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 import requests
 
 from config import ROOT
+from vllm_engine import kill_group
 
 MODEL = str(ROOT / "embedded" / "model")
 HAS_VLLM = find_spec("vllm") is not None
@@ -48,14 +48,6 @@ def wait_for(url: str, process: subprocess.Popen, log_path, limit_s: float = 240
     raise RuntimeError(f"no server at {url}: {open(log_path).read()[-2000:]}")
 
 
-def end(process: subprocess.Popen) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
 @contextmanager
 def vllm_servers(folder, n: int = 2, **kwargs):
     """URLs of n servers of the embedded model, and their processes."""
@@ -69,7 +61,7 @@ def vllm_servers(folder, n: int = 2, **kwargs):
         yield urls, processes
     finally:
         for process in processes:
-            end(process)
+            kill_group(process)
 
 
 class PlainServer(ThreadingHTTPServer):
