@@ -50,6 +50,7 @@ class Candidate:
     mechanisms: tuple[str, ...]         # by name, where the proposer knows them
     source: str
     iteration: int
+    note: str = ""                      # what is unusual about how it came here
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,26 @@ class Outcome:
 class Bill:
     """What one request to a proposer cost; a proposer that pays adds to it."""
     proposer_calls: int = 1
+    proposer_tok: int = 0
     proposer_usd: float = 0.0
+    proposer_unpriced: int = 0          # calls whose cost is not known, which is not 0
 
 
 @dataclass(frozen=True)
 class ProposalRequest:
     folder: Path                        # the archive
     history: tuple[Outcome, ...]        # of this archive, oldest first
-    n_candidates: int                   # M
+    slots: tuple[str, ...]              # the names of the M candidates
     seed: tuple[int | str, ...]
     domain: str
+    notes: Path                         # a folder in the archive that is the proposer's own
     prompts_only: bool = False          # the rule of FST: a candidate changes SYSTEM_PROMPT and USER_PROMPT alone
+    usd_left: float | None = None       # what --max-cost leaves; None: no limit
     bill: Bill = field(default_factory=Bill)
+
+    @property
+    def n_candidates(self) -> int:
+        return len(self.slots)
 
 
 def select_best(outcomes: list[Outcome]) -> Outcome:
@@ -174,8 +183,10 @@ class Search:
             self.bill = Bill(**record["bill"])
             return [self._read(name, sha) for name, sha in record["candidates"].items()]
         before = self._fingerprint()
-        request = ProposalRequest(self.folder, tuple(self.outcomes), n_candidates, (*self.seed, "propose", number),
-                                  self.env.name, bool(self.fst_h0))
+        request = ProposalRequest(
+            self.folder, tuple(self.outcomes), tuple(f"h{len(self.outcomes) + i}" for i in range(n_candidates)),
+            (*self.seed, "propose", number), self.env.name, self.folder / "sessions" / f"iteration_{number:02d}",
+            bool(self.fst_h0))
         proposed = self.proposer(request)
         after = self._fingerprint()
         changed = [str(path) for path in sorted(before | after) if before.get(path) != after.get(path)]
@@ -199,9 +210,10 @@ class Search:
         return self.folder / f"iteration_{number:02d}.json"
 
     def _fingerprint(self) -> dict[Path, str]:
-        """What a proposer must leave alone: our own code and the archive so far."""
+        """What a proposer must leave alone: our own code and the archive so far, but for its own notes."""
         paths = [*Path(__file__).parent.glob("*.py"), *self.folder.rglob("*.*")]
-        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
+                if path.is_file() and not path.is_relative_to(self.folder / "sessions")}
 
     def _write(self, candidates: list[Candidate]) -> list[Candidate]:
         for candidate in candidates:

@@ -589,7 +589,8 @@ def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source:
     write_traces(folder / "h0", FAILURES)
     rounds = []
     for iteration in range(2, n_iterations + 2):
-        request = ProposalRequest(folder, tuple(history), m, (seed, "propose", iteration), domain)
+        request = ProposalRequest(folder, tuple(history), tuple(f"h{len(history) + i}" for i in range(m)),
+                                  (seed, "propose", iteration), domain, folder / "notes")
         rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(proposers.propose_by_rules(request))])
         for candidate in rounds[-1]:
             write_traces(folder / candidate.name, {word: rng.randint(0, 60) for word in FAILURES})
