@@ -16,6 +16,7 @@ Who the agent is, is a function from `Workplace` to `Session`: a command (agent_
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -60,6 +61,7 @@ class Workplace:
     transcript: Path                    # a file to which its transcript goes, whatever becomes of the session
     settings: ProposerConfig
     usd: float | None                   # it may cost so much; None: no limit
+    seed: int = 0                       # for an agent that draws
     closed: tuple[Path, ...] = ()       # it must not read below these: they hold references and the run's own files
 
 
@@ -201,9 +203,17 @@ def read_proposals(text: str) -> dict[str, dict]:
     return {str(row.get("slot")).removesuffix(".py"): row for row in rows if isinstance(row, dict)}
 
 
-def price_of(prices: str, prompt_tok: int, completion_tok: int | None) -> float:
-    """$ of so many tokens at "IN,OUT" $ a million."""
-    of_prompt, of_completion = map(float, prices.split(","))
+def parse_price(text: str) -> tuple[float, float]:
+    """"IN,OUT", $ a million tokens of prompt and of completion."""
+    prices = text.split(",")
+    if len(prices) != 2 or not all(re.fullmatch(r"\s*\d+(\.\d+)?\s*", price) for price in prices):
+        raise ValueError("give IN,OUT: $ a million tokens of prompt and of completion, such as 3,15")
+    return float(prices[0]), float(prices[1])
+
+
+def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> float:
+    """$ of so many tokens."""
+    of_prompt, of_completion = parse_price(prices)
     return (of_prompt * prompt_tok + of_completion * (completion_tok or 0)) / 1e6
 
 
