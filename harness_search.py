@@ -28,14 +28,14 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import harness_api
 import rollout
 from tasks import Task
-from gates import MAX_SOURCE_BYTES, ForbiddenText, beyond_prompts, check_harness, program_of
+from gates import ForbiddenText, beyond_prompts, check_harness, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
 from rundir import sha256, write_atomically
 from sandbox import Sandbox
 from stats import bootstrap_ci
+from task_text import task_text
 
 
 class SearchError(RuntimeError):
@@ -285,29 +285,3 @@ def history_row(outcome: Outcome) -> str:
     """A candidate's row of history.jsonl. No seconds, so that a resumed search writes the same rows."""
     row = asdict(outcome.candidate) | (asdict(outcome.score) if outcome.score else {}) | {"refused": outcome.refused}
     return json.dumps({key: value for key, value in row.items() if key not in ("source", "seconds", "key")}) + "\n"
-
-
-def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool = False) -> str:
-    rule = ("\nThis search is restricted: a candidate may differ from h0 in the text of SYSTEM_PROMPT and USER_PROMPT "
-            "only,\neach one plain string. Any other difference is refused.\n" if prompts_only else "")
-    return f"""# Your task: better harnesses for `{env.name}`
-
-A harness is the program around a fixed model. Write {n_candidates} new ones: complete Python files, each with the name
-of its parent and a hypothesis, one line that counted failures could prove wrong. Each is scored by one rollout on each
-of {len(tasks)} tasks. The best mean reward is kept, ties go to fewer model calls.
-
-Read `history.jsonl` (one row a candidate) and, of each candidate, `harness.py`, `score.json` or `refused.json` (why a
-gate refused it), and `traces.jsonl`: a row a rollout, with every request and result, the verdict and one word for the
-kind of failure. Write to none of these files, nor to the program that runs you.
-
-What is graded: {env.__doc__}
-Budgets, which no harness can raise: {cfg.max_calls} model calls and {cfg.max_assistant_tok} sampled tokens a rollout,
-{cfg.harness_limits.seconds:g} s between two requests, {MAX_SOURCE_BYTES:,} bytes of source.
-
-Refused before scoring: files that hold questions, answers or names of data sets, that branch on a question's text or
-solve the task themselves, that score with a model that knows nothing, that fail on the first tasks, and any program
-that was tried before.
-{rule}
-The contract:
-
-{harness_api.__doc__}"""
