@@ -251,6 +251,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer, model: Callable[[str], str]):
         self.tokenizer, self.model, self.version, self.exact = tokenizer, model, -1, True
+        self.max_len = 1 << 30
         self.reset()
 
     def reset(self) -> None:

@@ -32,15 +32,15 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import harness_api
 import rollout
 from acceptance import FINALISTS, Confirmed, confirm, cuts_of, mean_of, pareto_front, still_racing
 from tasks import Task
-from gates import MAX_SOURCE_BYTES, ForbiddenText, beyond_prompts, check_harness, program_of
+from gates import ForbiddenText, beyond_prompts, check_harness, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
 from rundir import sha256, write_atomically
 from sandbox import Sandbox
 from stats import bootstrap_ci
+from task_text import Finding, task_text
 
 
 class SearchError(RuntimeError):
@@ -181,7 +181,8 @@ class Search:
         self.outcomes: list[Outcome] = []
         self.n_iterations = 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "task.md", task_text(env, tasks, rollout_cfg, n_candidates, bool(fst_h0)))
+        if not (self.folder / "task.md").exists():
+            self._write_task(())
         for _ in range(n_done):
             self.iterate(replay=True)
 
@@ -260,10 +261,12 @@ class Search:
             record = json.loads(marker.read_text())
             self.bill = Bill(**record["bill"])
             return [self._read(name, sha) for name, sha in record["candidates"].items()]
+        slots = tuple(f"h{len(self.outcomes) + i}" for i in range(n_candidates))
+        self._write_task(slots)
         before = self._fingerprint()
         request = ProposalRequest(
-            self.folder, tuple(self.outcomes), tuple(f"h{len(self.outcomes) + i}" for i in range(n_candidates)),
-            (*self.seed, "propose", number), self.env.name, self.folder / "sessions" / f"iteration_{number:02d}",
+            self.folder, tuple(self.outcomes), slots, (*self.seed, "propose", number), self.env.name,
+            self.folder / "sessions" / f"iteration_{number:02d}",
             bool(self.fst_h0), usd_left)
         proposed = self.proposer(request)
         after = self._fingerprint()
@@ -283,6 +286,11 @@ class Search:
         write_atomically(marker, json.dumps({"candidates": {c.name: sha256(c.source) for c in candidates},
                                              "bill": asdict(self.bill)}) + "\n")
         return candidates
+
+    def _write_task(self, slots: tuple[str, ...]) -> None:
+        write_atomically(self.folder / "task.md", task_text(
+            self.env, self.tasks, self.cfg, len(slots) or self.n_candidates, bool(self.fst_h0),
+            earlier_findings(self.folder), slots, self.engine.max_len))
 
     def _marker(self, number: int) -> Path:
         return self.folder / f"iteration_{number:02d}.json"
@@ -322,8 +330,8 @@ class Search:
             else:
                 racing[candidate.name] = (candidate, self._tally_so_far(candidate), gates)
         best = select_best(self.outcomes).score.rewards if self.outcomes else {}
-        order = random.Random(derive_seed(*self.seed, "order")).sample(self.tasks, len(self.tasks)) if best and \
-            self.rule == "race" else self.tasks
+        order = random.Random(derive_seed(*self.seed, "order")).sample(self.tasks, len(self.tasks)) \
+            if self.rule == "race" else self.tasks                              # the same for all of an archive
         for cut in cuts_of(len(order), self.rule if best else "best"):
             for candidate, tally, _ in racing.values():
                 if ahead := order[len(tally.rewards):cut]:
@@ -423,6 +431,21 @@ def history_row(outcome: Outcome) -> str:
     return json.dumps({key: value for key, value in row.items() if key not in left_out}) + "\n"
 
 
+def earlier_findings(folder: Path) -> list[Finding]:
+    """What the archives before this one in the same run found, against each candidate's parent."""
+    found = []
+    for archive in sorted(folder.parent.glob("cycle_*")) if folder.name.startswith("cycle_") else []:
+        if archive.name >= folder.name or not (archive / "acceptance.json").exists():
+            continue
+        kept = json.loads((archive / "acceptance.json").read_text())["name"]
+        rows = [json.loads(line) for line in (archive / "history.jsonl").read_text().splitlines()]
+        means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}
+        found += [Finding(int(archive.name.removeprefix("cycle_")), row["name"], row["mean"], tuple(row["ci95"]),
+                          means[row["parent"]], row["hypothesis"], row["name"] == kept)
+                  for row in rows if row["name"] in means and row["parent"] in means]
+    return found
+
+
 def archive_text(outcomes: list[Outcome]) -> str:
     """The archive as a table, the best first, then those that were stopped or refused."""
     whole = rank(outcomes)
@@ -440,29 +463,3 @@ def archive_text(outcomes: list[Outcome]) -> str:
     return ("A row a harness. Front: no other has a higher score and takes no more sampled tokens (Pareto).\n\n"
             "| name | parent | score, 95 % interval | ok / error / killed | calls a rollout | tokens a rollout "
             "| verdict | hypothesis | note |\n|" + " --- |" * 9 + "\n" + "".join(rows))
-
-
-def task_text(env, tasks: list[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool = False) -> str:
-    rule = ("\nThis search is restricted: a candidate may differ from h0 in the text of SYSTEM_PROMPT and USER_PROMPT "
-            "only,\neach one plain string. Any other difference is refused.\n" if prompts_only else "")
-    return f"""# Your task: better harnesses for `{env.name}`
-
-A harness is the program around a fixed model. Write {n_candidates} new ones: complete Python files, each with the name
-of its parent and a hypothesis, one line that counted failures could prove wrong. Each is scored by one rollout on each
-of {len(tasks)} tasks. The best mean reward is kept, ties go to fewer model calls.
-
-Read `history.jsonl` (one row a candidate) and, of each candidate, `harness.py`, `score.json` or `refused.json` (why a
-gate refused it), and `traces.jsonl`: a row a rollout, with every request and result, the verdict and one word for the
-kind of failure. Write to none of these files, nor to the program that runs you.
-
-What is graded: {env.__doc__}
-Budgets, which no harness can raise: {cfg.max_calls} model calls and {cfg.max_assistant_tok} sampled tokens a rollout,
-{cfg.harness_limits.seconds:g} s between two requests, {MAX_SOURCE_BYTES:,} bytes of source.
-
-Refused before scoring: files that hold questions, answers or names of data sets, that branch on a question's text or
-solve the task themselves, that score with a model that knows nothing, that fail on the first tasks, and any program
-that was tried before.
-{rule}
-The contract:
-
-{harness_api.__doc__}"""

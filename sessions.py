@@ -3,8 +3,8 @@
 It works in a copy of the archive, in a temporary folder that is removed afterwards:
 
     task.md  harness_api.py             what it is told
-    archive/cycle_01/ cycle_02/ ...     all that was tried in this run: sources, scores, traces; references nowhere
-    reports/                            what earlier sessions reported
+    archive/cycle_01/ cycle_02/ ...     all that was tried in this run: sources, scores, traces, reports of earlier
+                                        sessions; references nowhere
     h4.py h5.py h6.py                   the slots: the new harness files
     proposal.json  report.md            parent, hypothesis and mechanisms of each slot; what the agent looked at
 
@@ -137,14 +137,14 @@ def fill_folder(folder: Path, request: ProposalRequest) -> None:
     """The working copy. The archives of a run lie side by side, so earlier cycles are those before this one."""
     shutil.copy(ROOT / "harness_api.py", folder)
     shutil.copy(request.folder / "task.md", folder)
-    (folder / "reports").mkdir()
     for archive in sorted(request.folder.parent.glob("cycle_*")) if request.folder.name.startswith("cycle_") else \
             [request.folder]:
         if archive.name <= request.folder.name:
-            shutil.copytree(archive, folder / "archive" / archive.name,
-                            ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
+            copy = folder / "archive" / archive.name
+            shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
             for report in sorted(archive.glob("sessions/*/report.md")):
-                shutil.copy(report, folder / "reports" / f"{archive.name}_{report.parent.name}.md")
+                (copy / "reports").mkdir(exist_ok=True)
+                shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
