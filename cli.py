@@ -36,6 +36,7 @@ import retriever
 import rollout
 from arms import ArmFailed
 from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
+from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
@@ -98,11 +99,14 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("stagewise_phases", 0),
+                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("max_rollouts", 0),
+                        ("max_proposals", 0), ("max_cost", 0), ("proposer_s", 1), ("proposer_usd", 0),
+                        ("max_proposer_failures", 1), ("stagewise_phases", 0),
                         ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
     check_layers(cfg.waived_layers)
+    check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
         raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
     if cfg.method != "harness" and cfg.max_len > cfg.micro_tok:

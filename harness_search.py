@@ -377,7 +377,7 @@ class Search:
             write_atomically(path, "\n".join(rows) + "\n")
         tally.add(traces, time.monotonic() - started)
         if self.rule == "race":                                     # a round is never played twice
-            record = {"key": self.score_key(candidate), "tally": asdict(tally)}
+            record = {"key": self.score_key(candidate), "tally": vars(tally)}
             write_atomically(self.folder / candidate.name / "rounds.json", json.dumps(record) + "\n")
 
     def _tally_so_far(self, candidate: Candidate) -> Tally:

@@ -327,7 +327,7 @@ class MortalEngine:
     """An engine that dies after so many steps."""
 
     def __init__(self, engine, n_steps: float):
-        self.engine, self.n_steps = engine, n_steps
+        self.engine, self.n_steps, self.n_done = engine, n_steps, 0
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
@@ -336,6 +336,7 @@ class MortalEngine:
         self.n_steps -= 1
         if self.n_steps < 0:
             raise Killed
+        self.n_done += 1
         return self.engine.step()
 
 

@@ -98,7 +98,7 @@ def test_a_proposer_that_breaks_the_rule_is_refused_with_the_reason(tmp_path, mo
         good, bad = ALLOWED["another system prompt"], REFUSED["another constant"][0]
         return [Candidate("", "h0", "keeps the rule", (), good, 0), Candidate("", "h0", "breaks the rule", (), bad, 0)]
 
-    monkeypatch.setitem(__import__("config").PROPOSERS, "rules", propose)
+    monkeypatch.setattr(proposers, "propose_by_rules", propose)
     folder = run(tmp_path, "--method", "fst")
     history = [json.loads(line) for line in (folder / "harness/cycle_01/history.jsonl").read_text().splitlines()]
     assert [row["refused"] for row in history[:2]] == ["", ""]
@@ -167,7 +167,7 @@ def test_a_proposer_with_nothing_more_to_try_ends_a_search(tmp_path, monkeypatch
         new = len(request.history) == 1
         return [Candidate("", "h0", "x", (), ALLOWED["another system prompt"], 0)] * new
 
-    monkeypatch.setitem(__import__("config").PROPOSERS, "rules", propose)
+    monkeypatch.setattr(proposers, "propose_by_rules", propose)
     folder = run(tmp_path, "--method", "harness", "--rollouts", "480")
     log = (folder / "log.txt").read_text()
     assert "nothing more to try" in log and "432 of 480 training rollouts are left" in log
@@ -211,21 +211,21 @@ def test_a_proposers_bill_is_kept_and_not_paid_twice(tmp_path, monkeypatch):
         request.bill.proposer_calls = 7
         return [Candidate("", "h0", "x", (), ALLOWED["another system prompt"], 0)]
 
-    monkeypatch.setitem(__import__("config").PROPOSERS, "rules", propose)
+    monkeypatch.setattr(proposers, "propose_by_rules", propose)
     finish = Run.finish_iteration
     with monkeypatch.context() as stopped:
         stopped.setattr(Run, "finish_iteration", lambda self, phase, outcomes, search: finish(self, phase, outcomes, search)
                         if search.n_iterations == 1 else (_ for _ in ()).throw(KeyboardInterrupt))
         assert call("math", *SMALL, "--out", tmp_path, "--name", "run")[0] == 130
     assert json.loads((tmp_path / "run/state.json").read_text())["ledger"]["harness"].get("proposer_usd", 0) == 0
-    monkeypatch.setitem(__import__("config").PROPOSERS, "rules", None)
+    monkeypatch.setattr(proposers, "propose_by_rules", None)
     folder = run(tmp_path)
     spent = json.loads((folder / "summary.json").read_text())["ledger"]["harness"]
     assert spent["proposer_usd"] == 0.25 and spent["proposer_calls"] == 7
     state = json.loads((folder / "state.json").read_text())
     assert state["ledger"]["harness"]["proposer_usd"] == 0.25
     assert json.loads((folder / "harness/cycle_01/iteration_02.json").read_text())["bill"] == {
-        "proposer_calls": 7, "proposer_usd": 0.25}
+        "proposals": 1, "proposer_calls": 7, "proposer_tok": 0, "proposer_usd": 0.25, "proposer_unpriced": 0}
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
