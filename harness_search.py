@@ -31,7 +31,8 @@ from pathlib import Path
 import harness_api
 import rollout
 from tasks import Task
-from gates import MAX_SOURCE_BYTES, ForbiddenText, beyond_prompts, check_harness, program_of
+from gates import check_harness
+from lint import MAX_SOURCE_BYTES, ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
 from rundir import sha256, write_atomically
 from sandbox import Sandbox

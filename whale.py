@@ -30,7 +30,7 @@ import team
 from config import (
     ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
     load_splits, n_steps, open_judge, read_file, rollout_budget)
-from gates import ForbiddenText, beyond_prompts, parse_harness
+from lint import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
 from ranks import ALONE, Ranks
 from report import REFRESH_S, write_report
