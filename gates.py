@@ -31,7 +31,7 @@ from rollout import Prompter, RolloutConfig, Trace, derive_seed
 from sandbox import Sandbox
 from tasks import Task, ToolUse
 
-N_PROBE_TASKS = 16      # with a scripted model, which costs no sampling
+N_PROBE_TASKS = 32      # with a scripted model, which costs no sampling
 N_TWINS = 16            # tasks that are run with their twins, by the real model
 TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
 N_SHUFFLES = 16         # other tasks' references against which a reply is graded

@@ -7,18 +7,18 @@ the probes that run the harness.
 import ast
 import base64
 import codecs
-import json
 import re
 import urllib.parse
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import zip_longest
 
 from tasks import Task
 
 MAX_SOURCE_BYTES = 20_000
+MAX_REPLACED_BYTES = 1_000_000        # what a replacement of literals may come to
 ALLOWED_MODULES = "re json math string textwrap itertools collections functools statistics random harness_api".split()
 FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
 DATA_NAMES = re.compile(
@@ -106,19 +106,43 @@ def root_of(node: ast.AST, asked: set[str] = frozenset()) -> str:
 
 
 def constant_of(node: ast.AST) -> str | bytes | float | None:
-    """The value of a literal, of a sum or join of literals, or of an f-string with its fields left blank; else None."""
+    """The value of a literal, or of what is put together from literals only: sums, joins, replacements, formats (a field
+    that is no literal is left blank); else None. Nothing is run, and no text grows beyond MAX_SOURCE_BYTES."""
     if isinstance(node, ast.Constant):
         return node.value
+    if isinstance(node, ast.FormattedValue):
+        return constant_of(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(constant_of(part) or " ") for part in node.values)
+        return "".join(str(constant_of(part) or " ") for part in node.values)[:MAX_SOURCE_BYTES]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        glue, parts = "", [constant_of(node.left), constant_of(node.right)]
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join" and node.args:
-        glue = constant_of(node.func.value)
-        parts = [constant_of(part) for part in getattr(node.args[0], "elts", [None])]
-    else:
+        left, right = constant_of(node.left), constant_of(node.right)
+        return left + right if type(left) is type(right) and isinstance(left, str | bytes) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return fill(constant_of(node.left), getattr(node.right, "elts", [node.right]))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
-    return glue.join(parts) if all(isinstance(part, str) for part in [glue, *parts]) else None
+    text, args = constant_of(node.func.value), node.args
+    if node.func.attr == "format":
+        return fill(text, [*args, *(keyword.value for keyword in node.keywords)])
+    if node.func.attr == "join" and args:
+        args = getattr(args[0], "elts", [ast.Constant(None)])
+    parts = [constant_of(arg) for arg in args]
+    if not isinstance(text, str) or not parts or not all(isinstance(part, str) for part in parts):
+        return None
+    if node.func.attr == "join":
+        return text.join(parts)[:MAX_SOURCE_BYTES]
+    if node.func.attr == "replace" and len(parts) == 2 and len(text) * (len(parts[1]) + 1) <= MAX_REPLACED_BYTES:
+        return text.replace(*parts)
+    return None
+
+
+def fill(template: str | bytes | float | None, values: list[ast.expr]) -> str | None:
+    """A format with its fields filled in order."""
+    if not isinstance(template, str):
+        return None
+    found = map(constant_of, values)
+    texts = iter([" " if value is None else str(value) for value in found])
+    return re.sub(r"%[sdr]|\{\w*\}", lambda field: next(texts, " "), template)[:MAX_SOURCE_BYTES]
 
 
 def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
@@ -127,12 +151,18 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
     One number is nobody's secret (an answer may well be 256), so answers count as a table only: ANSWER_TABLE different
     constants, where a string counts if half of its pieces are answers. Numbers in prose, as in examples, do not count.
     """
-    texts = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    texts = {getattr(node, key) for node in ast.walk(tree) for key in ("id", "attr", "arg", "name")
+             if isinstance(getattr(node, key, None), str)}
     for node in ast.walk(tree):
-        codes = [constant_of(element) for element in getattr(node, "elts", [])]
-        if codes and all(type(code) is int and 9 <= code < 0x110000 for code in codes):
-            texts |= set(decodings("".join(map(chr, codes))))                       # a list of character codes
+        parts = getattr(node, "elts", None) or [*getattr(node, "keys", []), *getattr(node, "values", [])]
+        values = [constant_of(part) for part in parts if isinstance(part, ast.expr)]
+        if values and all(type(code) is int and 9 <= code < 0x110000 for code in values):
+            texts |= set(decodings("".join(map(chr, values))))                      # a list of character codes
+        if len(values) > 1 and all(isinstance(value, str) for value in values):
+            texts |= {text for glue in ("", " ") for text in decodings(glue.join(values))}      # a text in parts
         value = constant_of(node)
+        if type(value) is int and value > 1 << 32:                                  # a text as one number
+            value = value.to_bytes((value.bit_length() + 7) // 8, "big")
         texts |= set(decodings(value.decode("latin-1") if isinstance(value, bytes) else str(value)))
     answers = set()
     for text in texts:
@@ -158,16 +188,38 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+", text.casefold()))
 
 
-def decodings(text: str) -> Iterator[str]:
-    """The text itself, and what it is when reversed or read as rot13, hex or base64."""
+def unpack(packed: bytes) -> bytes:
+    return zlib.decompressobj().decompress(packed, MAX_SOURCE_BYTES)
+
+
+def base64_of(packed: bytes) -> bytes:
+    return base64.b64decode(packed.translate(bytes.maketrans(b"-_", b"+/")), validate=True)
+
+
+def as_bytes(decode: Callable[[bytes], bytes]) -> Callable[[str], str]:
+    return lambda text: decode(text.encode("latin-1")).decode("latin-1")
+
+
+DECODERS = (
+    lambda text: text[::-1], lambda text: codecs.encode(text, "rot13"), urllib.parse.unquote,
+    lambda text: text.encode("latin-1").decode("unicode_escape"), lambda text: bytes.fromhex(text).decode("latin-1"),
+    as_bytes(base64_of), as_bytes(base64.b32decode), as_bytes(base64.b85decode), as_bytes(base64.a85decode),
+    as_bytes(unpack))
+
+
+def decodings(text: str, depth: int = 2) -> Iterator[str]:
+    """The text itself, and what it is in the codes of DECODERS, to a `depth` of one inside another. What comes out
+    counts if it is text, or may be packed; a short number is a number."""
     yield text
-    if len(text) >= 8:
-        yield from (text[::-1], codecs.encode(text, "rot13"))
-        for decode in (bytes.fromhex, lambda encoded: base64.b64decode(encoded, validate=True)):
-            try:
-                yield decode(text).decode()
-            except ValueError:                              # as are binascii.Error and UnicodeDecodeError
-                pass
+    if not depth or len(text) < (8 if text.isdecimal() or depth == 1 else 4):
+        return
+    for decode in DECODERS:
+        try:
+            found = decode(text)
+        except (ValueError, zlib.error):                    # as are binascii.Error and UnicodeError
+            continue
+        if found != text and (found.isprintable() or found.startswith("x")):        # zlib's streams begin with an x
+            yield from decodings(found, depth - 1)
 
 
 def beyond_prompts(source: str, h0: str) -> str:
