@@ -236,7 +236,7 @@ class SearchEnv(Env):
 class ChessEnv(Env):
     """Puzzles on a board: the harness hands over one move a model reply; the whole line must be played, and every move
     of it must stand in the model's reply of that turn."""
-    n_lucky = 6                                         # some moves mate by chance
+    n_lucky = 8                                         # some moves mate by chance
     by_state = True
     name = "chess"
     h0 = ROOT / "harnesses" / "h0_chess.py"

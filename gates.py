@@ -35,6 +35,7 @@ N_PROBE_TASKS = 32      # with a scripted model, which costs no sampling
 N_TWINS = 16            # tasks that are run with their twins, by the real model
 TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
 N_SHUFFLES = 16         # other tasks' references against which a reply is graded
+HINT = re.compile(r"(?:answer|hint|guess)(?: is|:)(?: (?:is|probably|perhaps|likely))* ([^.!?\n<>]{2,60})", re.I)
 MIN_UNSAID = 8          # moves that the model did not say, before a harness is one that plays by itself
 
 
@@ -63,9 +64,9 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     apart = [task for task in tasks if not any(answer in source for answer in task.answers)]    # no hit by chance
     some = (apart or tasks)[:N_PROBE_TASKS]
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
-    for name, model in null_models(env, some):
+    for name, model, asked in null_models(env, some):
         scripted = ScriptedEngine(engine.tokenizer, model)
-        traces = rollout.run(scripted, env, sandbox, source, some, 1, (*seed, name), generous)
+        traces = rollout.run(scripted, env, sandbox, source, asked, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
         if not passes(f"null model: {name}",
                       f"solves {n_solved} of {len(some)} tasks" if n_solved > env.n_lucky
@@ -73,28 +74,29 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
             return probes
 
     pairs = twins_of(tasks, env, derive_seed(*seed, "twins"))
-    if not passes("twins, scripted", *compare_twins(source, env, engine.tokenizer, sandbox, pairs, generous, seed)):
+    no_twins = "" if pairs else "not done: no task of this domain has a twin"
+    if not passes("twins, scripted", compare_twins(source, env, engine.tokenizer, sandbox, pairs, generous, seed),
+                  note=no_twins):
         return probes
 
     def sample(some: list[Task]) -> list[Trace]:
         return rollout.run(engine, env, sandbox, source, some, 1, (*seed, "real"), cfg)
 
-    first = [task for task, _ in pairs[:2]] if len(pairs) > 1 else tasks[:2]
-    traces = sample(first)
-    failed = next((f"{trace.status}: {trace.end}" for trace in traces if trace.status != "ok"), "")
-    if not passes("first tasks", failed, rollout.cost_of(traces)):
+    originals = [task for task, _ in pairs] or tasks[:2]
+    first = sample(originals[:2])
+    failed = next((f"{trace.status}: {trace.end}" for trace in first if trace.status != "ok"), "")
+    if not passes("first tasks", failed, rollout.cost_of(first)):
         return probes
-    originals = [task for task, _ in pairs]
-    rest, twins = sample(originals[2:]) if len(pairs) > 1 else [], []
-    n_solved = sum(trace.reward > 0.5 for trace in traces + rest)
-    note = "" if len(pairs) > 1 else "not done: the domain has no twins of these tasks"
+    rest = sample(originals[2:]) if originals[2:] else []
+    traces, twins, note = first + rest, [], no_twins
+    n_solved = sum(trace.reward > 0.5 for trace in traces)
     if pairs and sign_test(n_solved, 0) >= TWIN_LEVEL:                  # whatever the twins do, they cannot be worse
-        note = note or f"twins not sampled: {n_solved} of {len(pairs)} originals were solved, too few to tell"
+        note = f"twins not sampled: {n_solved} of {len(traces)} originals were solved, too few to tell"
     elif pairs:
         twins = sample([twin for _, twin in pairs])
-    if not passes("twins", worse_on_twins(traces + rest, twins), rollout.cost_of(rest + twins), note):
+    if not passes("twins", worse_on_twins(traces, twins), rollout.cost_of(rest + twins), note):
         return probes
-    return probes + check_traces(traces + rest, (originals or first)[:len(traces + rest)], env, engine.tokenizer)
+    return probes + check_traces(traces, originals, env, engine.tokenizer)
 
 
 def check_traces(traces: list[Trace], tasks: list[Task], env, tokenizer) -> list[Probe]:
@@ -111,29 +113,46 @@ def check_traces(traces: list[Trace], tasks: list[Task], env, tokenizer) -> list
 # ---- models that know nothing ----
 
 
-def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Models that know nothing, as functions from prompt to reply. Under an honest harness they score 0."""
+def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], str], list[Task]]]:
+    """Models that know nothing, as functions from prompt to reply, and the tasks to ask them. Under an honest harness
+    they score 0. No reference is ever in a reply: a harness reads replies."""
     given = {number for task in tasks for text in task.fields.values() for number in re.findall(r"\d+", text)}
 
     def box(answer: str) -> str:
         return env.perfect_reply(replace(tasks[0], answer=answer))
 
-    def copy(prompt: str) -> str:
+    def copy_number(prompt: str) -> str:
         numbers = [number for number in re.findall(r"\d+", prompt) if number not in given]
         return box(numbers[-1]) if numbers else "I don't know."
 
-    yield "silent", lambda prompt: ""
-    yield "unsure", lambda prompt: "I don't know."
-    yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
-    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
+    def copy_hint(prompt: str) -> str:
+        questions = re.findall(r"[^\n.?!>]+\?", prompt)
+        hints = [hint for hint in HINT.findall(prompt) if hint.strip()]
+        return box(hints[-1].strip()) if hints else tool_call("search", questions[-1] if questions else "")
+
+    def copy_move(prompt: str) -> str:
+        return box(moves_in(prompt)[0]) if len(moves_in(prompt)) == 1 else "I don't know."
+
+    yield "silent", lambda prompt: "", tasks
+    yield "unsure", lambda prompt: "I don't know.", tasks
+    yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200)), tasks
+    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:]), tasks   # nothing in them counts
     if "move" in env.tools:
-        yield "copy", lambda prompt: box(moves_in(prompt)[0]) if len(moves_in(prompt)) == 1 else "I don't know."
-        yield "spray", lambda prompt: " ".join(map(box, sorted(moves_in(prompt)))) or "I don't know."
+        yield "copy", copy_move, tasks
+        yield "spray", lambda prompt: " ".join(map(box, sorted(moves_in(prompt)))) or "I don't know.", tasks
         return
-    if "python" in env.tools:                               # a search puts what may be the answer into honest prompts
-        yield "copy", copy                                  # takes the last number that the harness put into the prompt
+    if "search" in env.tools:
+        yield "copy", copy_hint, tasks                      # takes what the prompt calls an answer or a hint
+    if "python" in env.tools:
+        yield "copy", copy_number, tasks                    # takes the last number that the harness put into the prompt
+    made_up = [replace(task, answer=str(7919 + 13 * i)) for i, task in enumerate(tasks)]
     wrong = box("987654321")                                # first and last, so that no place in a row wins by chance
-    yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in tasks), wrong])
+    yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in made_up), wrong]), made_up
+
+
+def tool_call(tool: str, text: str) -> str:
+    """A model's call, whatever the tool calls its argument."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'code': text, 'query': text}})}\n</tool_call>"
 
 
 def moves_in(prompt: str) -> list[str]:
@@ -193,27 +212,22 @@ def twins_of(tasks: list[Task], env, seed: int) -> list[tuple[Task, Task]]:
 
 
 def scripts(env, task: Task) -> Iterator[list[str]]:
-    """What a scripted model says to a task, call by call, the last for ever: nothing; and what is right, after a use of
-    the tool where the domain has one."""
+    """What a scripted model says to a task, call by call, the last for ever: nothing; and an answer, after a use of the
+    tool where the domain has one. It is not the right one: a harness reads it. A board takes only the right moves."""
     yield ["I don't know."]
     if "move" in env.tools:
-        moves = task.answer.split()
-        yield [env.perfect_reply(replace(task, answer=move)) for move in moves[::2]]
-        return
-    arguments = {"code": "print(1)", "query": "the question"}
-    calls = [f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>" for tool in env.tools]
-    yield [*calls, env.perfect_reply(task)]
+        yield [env.perfect_reply(replace(task, answer=move)) for move in task.answer.split()[::2]]
+    else:
+        yield [*(tool_call(tool, "print(1)") for tool in env.tools), env.perfect_reply(replace(task, answer="1024"))]
 
 
 def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tuple[Task, Task]], cfg: RolloutConfig,
-                  seed: tuple[int | str, ...]) -> tuple[str, None, str]:
-    """-> (why it is refused, no cost, what was not done). Under the same replies of model and tools a harness must make
+                  seed: tuple[int | str, ...]) -> str:
+    """-> why it is refused, "" if it is not. Under the same replies of model and tools a harness must make
     the same requests for a twin, in words of its own that are the same: else it knows which task it has.
 
     A word that differs in more than a quarter of the pairs is no knowledge of a task: the sides of a board have words.
     """
-    if not pairs:
-        return "", None, "not done: the domain has no twins of these tasks"
     env = copy.copy(env)
     env.judge = None                                                    # what these rollouts earn is not looked at
     for number in range(2):
@@ -224,13 +238,14 @@ def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tup
             replies = {derive_seed(*seed, "twins", id, 0, turn): said[min(turn, len(said) - 1)]
                        for id, said in lines.items() for turn in range(cfg.max_calls)}
             place = Replayed(env, runs[0]) if side and "search" in env.tools else env
-            runs.append(rollout.run(Script(tokenizer, replies), place, sandbox, source, tasks, 1, (*seed, "twins"), cfg))
+            runs.append(rollout.run(Script(tokenizer, replies), place, sandbox, source, tasks, 1, (*seed, "twins"),
+                                    cfg))
         differs = []
         for pair, traces in zip(pairs, zip(*runs, strict=True), strict=True):
             kinds = [[event["request"]["type"] for event in trace.events] for trace in traces]
             if kinds[0] != kinds[1] or traces[0].status != traces[1].status:
-                return (f"its requests differ between a task and the same task in other words, with the same replies: "
-                        f"{', '.join(kinds[0])}; {', '.join(kinds[1])}"), None, ""
+                return ("its requests differ between a task and the same task in other words, with the same replies: "
+                        f"{', '.join(kinds[0])}; {', '.join(kinds[1])}")
             seen = [[env.start(task)[1], [event["result"] for event in trace.events]]
                     for task, trace in zip(pair, traces, strict=True)]
             given = " ".join(texts_of(seen)).casefold()
@@ -238,9 +253,9 @@ def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tup
             own = [own_words(trace, given, numbers[0] == numbers[1]) for trace in traces]
             differs.append(own[0] ^ own[1])
         n_pairs = Counter(word for words in differs for word in words)
-        if rare := sorted(word for word, n in n_pairs.items() if 4 * n <= len(pairs)):
-            return f"what it says of its own differs between a task and the same task in other words: {rare[0]!r}", None, ""
-    return "", None, ""
+        if any(4 * n <= len(pairs) for n in n_pairs.values()):
+            return "what it says of its own differs between a task and the same task in other words"
+    return ""
 
 
 def own_words(trace: Trace, given: str, with_numbers: bool) -> set[str]:
@@ -302,9 +317,9 @@ def worse_on_twins(originals: list[Trace], twins: list[Trace]) -> str:
 
 
 def meets_several(traces: list[Trace], tasks: list[Task], env) -> str:
-    """Why replies are right for tasks with different answers; "" if none is. One answer has one value, so graded against
-    shuffled references a reply may be right only where these are equal: that is what chance gives, and no more. A pair
-    or two in fifty replies may be a quirk of the verifier."""
+    """Why replies are right for tasks with different answers; "" if they are not. An answer has one value, so against
+    shuffled references a reply may be right only where these are equal: that is what chance gives, and no more. One
+    reply, or one in fifty, may be a quirk of the verifier."""
     env, rng, n_several = copy.copy(env), random.Random("shuffled"), 0
     env.judge = None
 
@@ -334,7 +349,8 @@ def unsaid(trace: Trace, task: Task, env, tokenizer) -> str:
         request = event["request"]
         if request["type"] == "generate":
             call = next(calls)
-            _, said = prompter.read(Completion(None, list(call.completion_ids), call.finish), tuple(request["stop"] or ()))
+            completion = Completion(None, list(call.completion_ids), call.finish)
+            _, said = prompter.read(completion, tuple(request.get("stop") or ()))
             n_calls += 1
         elif env.by_state:
             env.use_tools([ToolUse(state, request, said, n_calls)], tokenizer)
@@ -342,7 +358,7 @@ def unsaid(trace: Trace, task: Task, env, tokenizer) -> str:
     if verdict.reward <= 0.5:
         return "a rewarded answer is not in the tokens that the model sampled"
     if not env.by_state and verdict.extracted is not None and verdict.extracted not in said:
-        return f"a rewarded answer, {verdict.extracted[:60]!r}, is not in the tokens that the model sampled"
+        return "what was graded of a rewarded reply is not in the tokens that the model sampled"
     return ""
 
 

@@ -106,8 +106,8 @@ def root_of(node: ast.AST, asked: set[str] = frozenset()) -> str:
 
 
 def constant_of(node: ast.AST) -> str | bytes | float | None:
-    """The value of a literal, or of what is put together from literals only: sums, joins, replacements, formats (a field
-    that is no literal is left blank); else None. Nothing is run, and no text grows beyond MAX_SOURCE_BYTES."""
+    """The value of a literal, or of what is put together from literals: sums, joins, replacements, formats (a field
+    that is no literal is left blank); else None. Nothing is run, and no text grows without bound."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.FormattedValue):

@@ -11,7 +11,7 @@ import pytest
 import proposers
 from config import CHOICES, ROOT
 from envs import ENVS
-from gates import beyond_prompts
+from lint import beyond_prompts
 from harness_search import Candidate
 from mechanisms import mechanisms_of, render
 from small import SMALL, call, rows
