@@ -226,7 +226,7 @@ def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tup
     """-> why it is refused, "" if it is not. Under the same replies of model and tools a harness must make
     the same requests for a twin, in words of its own that are the same: else it knows which task it has.
 
-    A word that differs in more than a quarter of the pairs is no knowledge of a task: the sides of a board have words.
+    A word that differs in more than half of the pairs is no knowledge of a task: the sides of a board have words.
     """
     env = copy.copy(env)
     env.judge = None                                                    # what these rollouts earn is not looked at
@@ -253,7 +253,7 @@ def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tup
             own = [own_words(trace, given, numbers[0] == numbers[1]) for trace in traces]
             differs.append(own[0] ^ own[1])
         n_pairs = Counter(word for words in differs for word in words)
-        if any(4 * n <= len(pairs) for n in n_pairs.values()):
+        if any(2 * n <= len(pairs) for n in n_pairs.values()):
             return "what it says of its own differs between a task and the same task in other words"
     return ""
 

@@ -202,7 +202,7 @@ def as_bytes(decode: Callable[[bytes], bytes]) -> Callable[[str], str]:
 
 DECODERS = (
     lambda text: text[::-1], lambda text: codecs.encode(text, "rot13"), urllib.parse.unquote,
-    lambda text: text.encode("latin-1").decode("unicode_escape"), lambda text: bytes.fromhex(text).decode("latin-1"),
+    lambda text: re.sub(r"\\(?:x..|u....)", lambda code: chr(int(code[0][2:], 16)), text), lambda text: bytes.fromhex(text).decode("latin-1"),
     as_bytes(base64_of), as_bytes(base64.b32decode), as_bytes(base64.b85decode), as_bytes(base64.a85decode),
     as_bytes(unpack))
 

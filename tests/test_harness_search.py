@@ -1,7 +1,5 @@
 """The harness search: scores, the archive, resuming, and the rules proposer."""
 
-import base64
-import codecs
 import json
 import os
 import random
