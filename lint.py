@@ -178,10 +178,22 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
         return f"holds a table of answers: {len(answers)} of its constants are answers"
     spans = {words[i:i + n] for words in map(words_of, texts) for n in range(5, QUESTION_WORDS + 1)
              for i in range(len(words) - n + 1)}
-    n_questions = Counter(span for words in forbidden.questions for span in spans.intersection(
-        words[i:i + QUESTION_WORDS] for i in range(max(1, len(words) - QUESTION_WORDS + 1))))
-    rare = sorted(" ".join(span) for span, n in n_questions.items() if n <= COMMON)
+    hits = {span for words in forbidden.questions for span in spans.intersection(windows_of(words))}
+    forms = {form_of(span) for span in hits}
+    n_questions = Counter(form for words in forbidden.questions if hits
+                          for form in forms.intersection(map(form_of, windows_of(words))))
+    rare = sorted(" ".join(span) for span in hits if n_questions[form_of(span)] <= COMMON)
     return f"holds the text of a question: {rare[0]!r}" if rare else ""
+
+
+def windows_of(words: tuple[str, ...]) -> set[tuple[str, ...]]:
+    return {words[i:i + QUESTION_WORDS] for i in range(max(1, len(words) - QUESTION_WORDS + 1))}
+
+
+def form_of(span: tuple[str, ...]) -> tuple[str, ...]:
+    """By what spans are counted as common: one number is left blank, for an example may have the same by chance."""
+    numbers = [word for word in span if word.isdecimal()]
+    return tuple("#" if word in numbers else word for word in span) if len(numbers) == 1 else span
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -200,9 +212,13 @@ def as_bytes(decode: Callable[[bytes], bytes]) -> Callable[[str], str]:
     return lambda text: decode(text.encode("latin-1")).decode("latin-1")
 
 
+def unescape(text: str) -> str:
+    return re.sub(r"\\(?:x..|u....)", lambda code: chr(int(code[0][2:], 16)), text)
+
+
 DECODERS = (
     lambda text: text[::-1], lambda text: codecs.encode(text, "rot13"), urllib.parse.unquote,
-    lambda text: re.sub(r"\\(?:x..|u....)", lambda code: chr(int(code[0][2:], 16)), text), lambda text: bytes.fromhex(text).decode("latin-1"),
+    unescape, lambda text: bytes.fromhex(text).decode("latin-1"),
     as_bytes(base64_of), as_bytes(base64.b32decode), as_bytes(base64.b85decode), as_bytes(base64.a85decode),
     as_bytes(unpack))
 
