@@ -33,7 +33,7 @@ class Env(ABC):
     tools: tuple[str, ...] = ()                         # request types beside "generate"; "python" is the sandbox's
     files: tuple[Path, ...] = ()                        # beside the tasks, what results depend on
     judge: Judge | None = None                          # a second opinion where the verifier has one
-    n_lucky: int = 0                                    # of gates.N_PROBE_TASKS that a model of no knowledge may solve
+    lucky_frac: float = 0.0                             # of tasks that a model of no knowledge may solve by chance
     by_state: bool = False                              # graded is what the tools remember, not the last reply alone
 
     def load(self, path: str | Path) -> list[Task]:
@@ -236,7 +236,7 @@ class SearchEnv(Env):
 class ChessEnv(Env):
     """Puzzles on a board: the harness hands over one move a model reply; the whole line must be played, and every move
     of it must stand in the model's reply of that turn."""
-    n_lucky = 8                                         # some moves mate by chance
+    lucky_frac = 0.25                                   # some moves mate by chance
     by_state = True
     name = "chess"
     h0 = ROOT / "harnesses" / "h0_chess.py"

@@ -69,7 +69,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
         traces = rollout.run(scripted, env, sandbox, source, asked, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
         if not passes(f"null model: {name}",
-                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.n_lucky
+                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.lucky_frac * len(some)
                       else plays_alone(traces) if name in ("silent", "unsure") else ""):
             return probes
 

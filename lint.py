@@ -217,10 +217,9 @@ def unescape(text: str) -> str:
 
 
 DECODERS = (
-    lambda text: text[::-1], lambda text: codecs.encode(text, "rot13"), urllib.parse.unquote,
-    unescape, lambda text: bytes.fromhex(text).decode("latin-1"),
-    as_bytes(base64_of), as_bytes(base64.b32decode), as_bytes(base64.b85decode), as_bytes(base64.a85decode),
-    as_bytes(unpack))
+    lambda text: text[::-1], lambda text: codecs.encode(text, "rot13"), urllib.parse.unquote, unescape,
+    lambda text: bytes.fromhex(text).decode("latin-1"), as_bytes(base64_of), as_bytes(base64.b32decode),
+    as_bytes(base64.b85decode), as_bytes(base64.a85decode), as_bytes(unpack))
 
 
 def decodings(text: str, depth: int = 2) -> Iterator[str]:

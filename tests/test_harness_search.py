@@ -355,7 +355,8 @@ def test_duplicates_and_unknown_parents_are_refused(tmp_path, engine, sandbox):
     assert len(outcomes) == len(expected)
     for outcome, words in zip(outcomes, expected, strict=True):
         assert words in outcome.refused and bool(words) == bool(outcome.refused) == (outcome.score is None)
-        assert outcome.gate_cost.get("rollouts", 0) == (2 if words in ("", fails) and outcome.candidate.name != "h0" else 0)
+        paid = {"": len(TASKS), fails: 2}.get(words, 0) if outcome.candidate.name != "h0" else 0
+        assert outcome.gate_cost.get("rollouts", 0) == paid
         if outcome.refused:                             # where the proposer reads it
             record = json.loads((tmp_path / outcome.candidate.name / "refused.json").read_text())
             assert record["refused"] == outcome.refused
