@@ -22,6 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import comb
 
 import rollout
@@ -49,8 +50,8 @@ class Probe:
 
 def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task], forbidden: ForbiddenText,
                   cfg: RolloutConfig, seed: tuple[int | str, ...]) -> list[Probe]:
-    """The gates in order, up to the first that refuses. `tasks`: those of D_harness, or some of them. At most
-    2 * N_TWINS rollouts of the model."""
+    """The gates in order, up to the first that refuses; at most 2 * N_TWINS rollouts of the model. `tasks`: D_harness,
+    of which each file is probed on tasks of its own, so that a table of others would not be spared."""
     probes = []
 
     def passes(name: str, why: str, cost: dict[str, int] | None = None, note: str = "") -> bool:
@@ -61,6 +62,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     if not (passes("contract", why) and passes("lint", lint(tree))
             and passes("literals", find_literals(tree, forbidden))):
         return probes
+    everything, tasks = tasks, random.Random(derive_seed(*seed, source)).sample(tasks, len(tasks))
     apart = [task for task in tasks if not any(answer in source for answer in task.answers)]    # no hit by chance
     some = (apart or tasks)[:N_PROBE_TASKS]
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
@@ -73,7 +75,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
                       else plays_alone(traces) if name in ("silent", "unsure") else ""):
             return probes
 
-    pairs = twins_of(tasks, env, derive_seed(*seed, "twins"))
+    pairs = twins_of(tasks, everything, env, seed, N_PROBE_TASKS)
     no_twins = "" if pairs else "not done: no task of this domain has a twin"
     if not passes("twins, scripted", compare_twins(source, env, engine.tokenizer, sandbox, pairs, generous, seed),
                   note=no_twins):
@@ -82,6 +84,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     def sample(some: list[Task]) -> list[Trace]:
         return rollout.run(engine, env, sandbox, source, some, 1, (*seed, "real"), cfg)
 
+    pairs = pairs[:N_TWINS]
     originals = [task for task, _ in pairs] or tasks[:2]
     first = sample(originals[:2])
     failed = next((f"{trace.status}: {trace.end}" for trace in first if trace.status != "ok"), "")
@@ -203,12 +206,11 @@ class Script(ScriptedEngine):
 # ---- twins ----
 
 
-def twins_of(tasks: list[Task], env, seed: int) -> list[tuple[Task, Task]]:
-    """(task, twin) of the first N_TWINS tasks that have one; the same for every candidate of an iteration."""
-    rng = random.Random(seed)
-    found = ((task, env.twin(task, tasks, rng)) for task in tasks)
-    pairs = ((task, twin) for task, twin in found if twin)
-    return [pair for pair, _ in zip(pairs, range(N_TWINS), strict=False)]
+def twins_of(tasks: list[Task], others: list[Task], env, seed: tuple[int | str, ...],
+             n: int) -> list[tuple[Task, Task]]:
+    """(task, twin) of the first n tasks that have one."""
+    found = ((task, env.twin(task, others, random.Random(derive_seed(*seed, "twin", task.id)))) for task in tasks)
+    return list(islice(((task, twin) for task, twin in found if twin), n))
 
 
 def scripts(env, task: Task) -> Iterator[list[str]]:

@@ -58,14 +58,14 @@ def envs():
     return {domain: env() for domain, env in ENVS.items()}
 
 
-def pairs_of(domain: str, tasks=None) -> list[tuple[Task, Task]]:
-    return gates.twins_of(tasks or TASKS[domain], ENVS[domain](), derive_seed(*SEED, "twins"))
+def pairs_of(domain: str) -> list[tuple[Task, Task]]:
+    return gates.twins_of(TASKS[domain], TASKS[domain], ENVS[domain](), SEED, 1000)
 
 
 def all_knowing(domain: str):
     """A model that solves every task and every twin, whatever the harness, where it is shown the question or board."""
     right = {}
-    for task in [task for pair in pairs_of(domain) for task in pair] + TASKS[domain]:
+    for task in [task for pair in pairs_of(domain) for task in pair]:
         if domain != "chess":
             right[task.fields["question"]] = ENVS[domain]().perfect_reply(task)
             continue
@@ -457,7 +457,7 @@ def encode(text: str) -> int:
 def table_harness(domain: str, tell: str) -> str:
     """`tell` is code that makes `words` of `known`, a table's entry or 0."""
     table = {}
-    for task in TASKS[domain][:64]:
+    for task in TASKS[domain]:
         if domain == "chess":
             board = chess.Board(task.fields["fen"])
             for move in task.answer.split():
@@ -617,8 +617,8 @@ def test_the_sign_test_is_the_sum_over_all_outcomes():
 
 def test_twins_are_sampled_only_where_they_could_tell(tokenizer, sandbox):
     """With six right of sixteen no result of the twins could refuse."""
-    lucky = {task.fields["question"] for task, _ in pairs_of("math")[:6]}
-    knows = all_knowing("math")
+    probed = random.Random(derive_seed(*SEED, H0)).sample(TASKS["math"], len(TASKS["math"]))[:6]
+    lucky, knows = {task.fields["question"] for task in probed}, all_knowing("math")
     probes = check(H0, tokenizer, sandbox, model=lambda prompt: knows(prompt) if any(q in prompt for q in lucky) else "")
     assert sum(probe.cost.get("rollouts", 0) for probe in probes) == gates.N_TWINS
     assert "twins not sampled: 6 of 16" in next(probe.why for probe in probes if probe.name == "twins")
