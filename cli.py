@@ -40,9 +40,10 @@ from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
-from gates import ForbiddenText, check_harness, parse_harness
+from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
+from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from rft import CheckpointError
 from retriever import RetrieverDown
@@ -189,7 +190,7 @@ def command_check_harness(args: argparse.Namespace) -> int:
     args.harness = args.file
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     with closing(engine), sandbox:
-        probes = check_harness(source, env, engine, sandbox, splits["harness"][:8],
+        probes = check_harness(source, env, engine, sandbox, splits["harness"],
                                ForbiddenText([task for tasks in splits.values() for task in tasks]), rollout_cfg,
                                (cfg.seed, "check"))
     passed = all(probe.passed for probe in probes)

@@ -7,12 +7,15 @@ A domain is one class here and one h0 file; `Env` says what it must have and wha
 - chess: the whole line of the puzzle was played on the board, one move a reply (chess_game.py).
 """
 
+import random
 import re
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 
 import chess_game
 import math_answer
+import twins
 from retriever import RetrieverDown, cut_text, open_retriever
 from search_answer import Judge, golds_of, last_answer, normalise, read_golds, same_answer
 from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
@@ -30,7 +33,8 @@ class Env(ABC):
     tools: tuple[str, ...] = ()                         # request types beside "generate"; "python" is the sandbox's
     files: tuple[Path, ...] = ()                        # beside the tasks, what results depend on
     judge: Judge | None = None                          # a second opinion where the verifier has one
-    n_lucky: int = 0                                    # of gates.N_PROBE_TASKS that a model of no knowledge may solve
+    lucky_frac: float = 0.0                             # of tasks that a model of no knowledge may solve by chance
+    by_state: bool = False                              # graded is what the tools remember, not the last reply alone
 
     def load(self, path: str | Path) -> list[Task]:
         return load_tasks(path, self)
@@ -51,6 +55,12 @@ class Env(ABC):
         """Why no reply could meet the reference; "" if one does."""
         right = self.verify(task, self.perfect_reply(task)).reward
         return "" if right else f"{str(task.answer)[:80]!r} does not verify against itself"
+
+    def twin(self, task: Task, others: list[Task], rng: random.Random) -> Task | None:
+        """The same task in other words: as hard, with its own reference; None where there is no way. It keeps the id,
+        and so the seeds. `others`: tasks from which it may take its words."""
+        question = task.fields.get("question")
+        return question and replace(task, fields=task.fields | {"question": twins.reword(question, rng)})
 
     def open(self) -> None:
         """Makes ready, or refuses, what the tools need, before a model is loaded."""
@@ -108,6 +118,12 @@ class MathEnv(Env):
 
     def perfect_reply(self, task: Task) -> str:
         return rf"\boxed{{{task.answer}}}"
+
+    def twin(self, task: Task, others: list[Task], rng: random.Random) -> Task | None:
+        """Other people; where there are none, another wording."""
+        questions = tuple(other.fields["question"] for other in others)
+        renamed = twins.rename_people(task.fields["question"], task.answer, questions, rng)
+        return replace(task, fields={"question": renamed}) if renamed else super().twin(task, others, rng)
 
     def verify(self, task: Task, reply: str | None, state: object = None) -> Verdict:
         """The rules of equality are math_answer.py's."""
@@ -220,7 +236,8 @@ class SearchEnv(Env):
 class ChessEnv(Env):
     """Puzzles on a board: the harness hands over one move a model reply; the whole line must be played, and every move
     of it must stand in the model's reply of that turn."""
-    n_lucky = 1                                         # some moves mate by chance
+    lucky_frac = 0.25                                   # some moves mate by chance
+    by_state = True
     name = "chess"
     h0 = ROOT / "harnesses" / "h0_chess.py"
     tools = ("move",)
@@ -255,6 +272,11 @@ class ChessEnv(Env):
     def start(self, task: Task) -> tuple[chess_game.Game, dict[str, str]]:
         game = chess_game.Game(task.fields["fen"], task.fields["trigger"] or None, task.answer.split())
         return game, game.observation()
+
+    def twin(self, task: Task, others: list[Task], rng: random.Random) -> Task:
+        """The other colour's puzzle."""
+        fen, trigger, line = twins.mirror_puzzle(task.fields["fen"], task.fields["trigger"], task.answer.split())
+        return replace(task, fields={"fen": fen, "trigger": trigger}, answer=" ".join(line))
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         return [use.state.play(use.request["uci"], use.reply, use.turn) for use in uses]

@@ -1,244 +1,162 @@
-"""The gates: probes that a harness file must pass before it may score or make training data, the cheap ones first.
+"""The gates: probes that a harness must pass before it may score or make training data, the cheap ones first.
+
+    contract, lint, literals    of the file's text (lint.py)
+    null model: ...             models that know nothing, scripted: they must solve nothing
+    twins, scripted             a task and its twin (Env.twin), the same replies to both: the harness must do the same
+    first tasks                 two real rollouts, which must not fail
+    twins                       real rollouts of tasks and of their twins: the twins must not be worse
+    shuffled references, model tokens       of finished real rollouts (check_traces), also of those that score
 
 They stop mistakes and plain cheating: answers or questions in the file, branches on a question's text, prompts that
 make a model that knows nothing look right. They are no proof of honesty (read the diff that is accepted), and no wall:
 what a harness cannot do at all is the business of the sandbox. Not found here: a harness that finds the answer in a
-passage by itself and tells the model.
+passage by itself and tells the model in words of its own.
 
     bash run.sh check-harness math FILE
 """
 
-import ast
-import base64
-import codecs
+import copy
+import json
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import zip_longest
+from itertools import islice
+from math import comb
 
 import rollout
 from engine import Completion, SamplingParams
-from tasks import Task
-from rollout import RolloutConfig
+from lint import ForbiddenText, find_literals, lint, parse_harness, words_of
+from rollout import Prompter, RolloutConfig, Trace, derive_seed
 from sandbox import Sandbox
+from tasks import Task, ToolUse
 
-MAX_SOURCE_BYTES = 20_000
-ALLOWED_MODULES = "re json math string textwrap itertools collections functools statistics random harness_api".split()
-FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
-DATA_NAMES = re.compile(
-    r"(?<![a-z])(gsm8k|svamp|mawps|asdiv|dapo|deepscaler|aime|math[-_ ]?500|hotpotqa|musique|2wiki\w*|popqa|triviaqa|"
-    r"nq[-_ ]open|bamboogle|lichess|d_(weight|harness|test)|(train|test|harness)(ing)?[-_ ](set|split))(?![a-z])",
-    re.IGNORECASE)
-QUESTION_WORDS = 12     # so many words in a row give a question away; of a shorter one (not below 5) all of them
-COMMON = 3              # words that stand in more questions than this are the language of the domain, not a question
-ANSWER_TABLE = 6        # so many constants of two or more characters that equal answers are a table of answers
-N_PROBE_TASKS = 4
-N_GATE_ROLLOUTS = 2     # of the model, a candidate, at most
+N_PROBE_TASKS = 32      # with a scripted model, which costs no sampling
+N_TWINS = 16            # tasks that are run with their twins, by the real model
+TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
+N_GATE_ROLLOUTS = 2 * N_TWINS     # of the real model, a candidate, at most
+N_SHUFFLES = 16         # other tasks' references against which a reply is graded
+HINT = re.compile(r"(?:answer|hint|guess)(?: is|:)(?: (?:is|probably|perhaps|likely))* ([^.!?\n<>]{2,60})", re.I)
+MIN_UNSAID = 8          # moves that the model did not say, before a harness is one that plays by itself
 
 
 @dataclass(frozen=True)
 class Probe:
     name: str
     passed: bool
-    why: str = ""
+    why: str = ""                                           # it is refused; or what of it was not done
     cost: dict[str, int] = field(default_factory=dict)      # of the model's rollouts, in the words of the ledger
-
-
-class ForbiddenText:
-    """What no harness may hold, from the tasks of all splits."""
-
-    def __init__(self, tasks: list[Task]):
-        self.questions = [words_of(text) for task in tasks for text in task.fields.values()]
-        self.questions += [words_of(task.fields["fen"].split()[0]) for task in tasks if "fen" in task.fields]
-        answers = {answer.strip().casefold() for task in tasks for answer in task.answers}
-        answers |= {move for task in tasks if "fen" in task.fields for move in task.answer.split()}
-        # short words are the language's: "two", "film" and "English" are answers too
-        self.answers = {answer for answer in answers if re.search(r"\d.|.\d| ", answer) or len(answer) >= 10}
-        self.sources = {task.source.casefold() for task in tasks
-                        if re.search(r"[\d_-]", task.source) and len(task.source) > 3}             # no plain words
 
 
 def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task], forbidden: ForbiddenText,
                   cfg: RolloutConfig, seed: tuple[int | str, ...]) -> list[Probe]:
-    """The gates in order, up to the first that refuses. `tasks`: a few of the domain's."""
+    """The gates in order, up to the first that refuses; at most 2 * N_TWINS rollouts of the model. `tasks`: D_harness,
+    of which each file is probed on tasks of its own, so that a table of others would not be spared."""
     probes = []
 
-    def passes(name: str, why: str, cost: dict[str, int] | None = None) -> bool:
-        probes.append(Probe(name, not why, why, cost or {}))
+    def passes(name: str, why: str, cost: dict[str, int] | None = None, note: str = "") -> bool:
+        probes.append(Probe(name, not why, why or note, cost or {}))
         return not why
 
     tree, why = parse_harness(source)
     if not (passes("contract", why) and passes("lint", lint(tree))
             and passes("literals", find_literals(tree, forbidden))):
         return probes
+    everything, tasks = tasks, random.Random(derive_seed(*seed, source)).sample(tasks, len(tasks))
     apart = [task for task in tasks if not any(answer in source for answer in task.answers)]    # no hit by chance
     some = (apart or tasks)[:N_PROBE_TASKS]
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
-    for name, model in null_models(env, some):
+    for name, model, asked in null_models(env, some):
         scripted = ScriptedEngine(engine.tokenizer, model)
-        traces = rollout.run(scripted, env, sandbox, source, some, 1, (*seed, name), generous)
+        traces = rollout.run(scripted, env, sandbox, source, asked, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
         if not passes(f"null model: {name}",
-                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.n_lucky else ""):
+                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.lucky_frac * len(some)
+                      else plays_alone(traces) if name in ("silent", "unsure") else ""):
             return probes
-    traces = rollout.run(engine, env, sandbox, source, tasks[:2], 1, (*seed, "real"), cfg)
-    failed = next((f"{trace.status}: {trace.end}" for trace in traces if trace.status != "ok"), "")
-    passes("first tasks", failed, rollout.cost_of(traces))
-    return probes
+
+    pairs = twins_of(tasks, everything, env, seed, N_PROBE_TASKS)
+    no_twins = "" if pairs else "not done: no task of this domain has a twin"
+    if not passes("twins, scripted", compare_twins(source, env, engine.tokenizer, sandbox, pairs, generous, seed),
+                  note=no_twins):
+        return probes
+
+    def sample(some: list[Task]) -> list[Trace]:
+        return rollout.run(engine, env, sandbox, source, some, 1, (*seed, "real"), cfg)
+
+    pairs = pairs[:N_TWINS]
+    originals = [task for task, _ in pairs] or tasks[:2]
+    first = sample(originals[:2])
+    failed = next((f"{trace.status}: {trace.end}" for trace in first if trace.status != "ok"), "")
+    if not passes("first tasks", failed, rollout.cost_of(first)):
+        return probes
+    rest = sample(originals[2:]) if originals[2:] else []
+    traces, twins, note = first + rest, [], no_twins
+    n_solved = sum(trace.reward > 0.5 for trace in traces)
+    if pairs and sign_test(n_solved, 0) >= TWIN_LEVEL:                  # whatever the twins do, they cannot be worse
+        note = f"twins not sampled: {n_solved} of {len(traces)} originals were solved, too few to tell"
+    elif pairs:
+        twins = sample([twin for _, twin in pairs])
+    if not passes("twins", worse_on_twins(traces, twins), rollout.cost_of(rest + twins), note):
+        return probes
+    return probes + check_traces(traces, originals, env, engine.tokenizer)
 
 
-def parse_harness(source: str) -> tuple[ast.Module, str]:
-    """-> syntax tree, and what the contract misses in it ("" if nothing)."""
-    if (n_bytes := len(source.encode())) > MAX_SOURCE_BYTES:
-        return ast.Module([], []), f"{n_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed"
-    try:
-        tree = ast.parse(source)
-        ast.dump(tree)                      # what cannot be shown (an int of 5,000 digits) cannot be compared either
-        constants = [(target.id, constant_of(node.value)) for node in tree.body if isinstance(node, ast.Assign)
-                     for target in node.targets if isinstance(target, ast.Name)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return ast.Module([], []), f"does not parse: {type(error).__name__}: {error}"
-    for wanted in ("SYSTEM_PROMPT", "USER_PROMPT"):
-        if [isinstance(value, str) for name, value in constants if name == wanted] != [True]:
-            return tree, f"{wanted} must be set once, to a string constant"
-    runs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
-    if len(runs) != 1 or len(runs[0].args.args) != 1 or not any(
-            isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(runs[0])):
-        return tree, "there must be one generator function run(task)"
-    return tree, ""
+def check_traces(traces: list[Trace], tasks: list[Task], env, tokenizer) -> list[Probe]:
+    """The probes of finished rollouts of real tasks: one trace a task, in the same order."""
+    shuffled = Probe("shuffled references", True, "not done: no reply alone is graded in this domain")
+    if not env.by_state:
+        why = meets_several(traces, tasks, env)
+        shuffled = Probe("shuffled references", not why, why)
+    why = next(filter(None, (unsaid(trace, task, env, tokenizer) for trace, task in zip(traces, tasks, strict=True)
+                             if trace.reward > 0.5)), "") or plays_alone(traces)
+    return [shuffled, Probe("model tokens", not why, why)]
 
 
-def lint(tree: ast.Module) -> str:
-    """The first thing in the file that a harness has no business with. A lint, not a wall: the sandbox is the wall.
-    "The question" is what a task asks: its text, or its position."""
-    imported, asked = set(), {"question"}                   # asked: names that stand for the question's text
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            modules = names if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
-            if not set(modules) <= set(ALLOWED_MODULES) or "*" in names:
-                return f"line {node.lineno}: import of {', '.join(modules)} is not allowed"
-            imported |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign) and root_of(node.value, asked) == "question":
-            asked |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    for node in ast.walk(tree):
-        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        line = f"line {getattr(node, 'lineno', 0)}: "
-        if name.startswith("__") or isinstance(node, ast.Name) and name in FORBIDDEN_NAMES:
-            return f"{line}{name} is not allowed"
-        if isinstance(node, ast.Attribute | ast.Subscript) and root_of(node) in imported and (
-                not isinstance(node.ctx, ast.Load) or name.startswith("_")):
-            return f"{line}{root_of(node)} is shared among programs, so it must not be changed"
-        tests = (
-            [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else [node] if isinstance(node, ast.Compare)
-            else [node.subject] if isinstance(node, ast.Match) else [node.slice] if isinstance(node, ast.Subscript)
-            else node.args if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get" else [])
-        if any(root_of(part, asked) == "question" for test in tests for part in ast.walk(test)):
-            return f"{line}a branch or look-up on the question's text"
-    return ""
+# ---- models that know nothing ----
 
 
-def root_of(node: ast.AST, asked: set[str] = frozenset()) -> str:
-    """The name at the left end of a.b[c].d; with `asked`, "question" for task["question"] and the names in `asked`."""
-    while node is not None and not isinstance(node, ast.Name):
-        keys = [node.slice] if isinstance(node, ast.Subscript) else node.args[:1] if isinstance(node, ast.Call) else []
-        if asked and len(keys) == 1 and constant_of(keys[0]) in ("question", "fen", "board"):
-            return "question"
-        node = getattr(node, "value", None) or (getattr(node, "func", None) if asked else None)     # f(a).b is not f's
-    return "" if node is None else "question" if node.id in asked else node.id
-
-
-def constant_of(node: ast.AST) -> str | bytes | float | None:
-    """The value of a literal, of a sum or join of literals, or of an f-string with its fields left blank; else None."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(constant_of(part) or " ") for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        glue, parts = "", [constant_of(node.left), constant_of(node.right)]
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join" and node.args:
-        glue = constant_of(node.func.value)
-        parts = [constant_of(part) for part in getattr(node.args[0], "elts", [None])]
-    else:
-        return None
-    return glue.join(parts) if all(isinstance(part, str) for part in [glue, *parts]) else None
-
-
-def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
-    """Names of data sets, tables of answers, and questions among the constants, also where they are simply encoded.
-
-    One number is nobody's secret (an answer may well be 256), so answers count as a table only: ANSWER_TABLE different
-    constants, where a string counts if half of its pieces are answers. Numbers in prose, as in examples, do not count.
-    """
-    texts = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for node in ast.walk(tree):
-        codes = [constant_of(element) for element in getattr(node, "elts", [])]
-        if codes and all(type(code) is int and 9 <= code < 0x110000 for code in codes):
-            texts |= set(decodings("".join(map(chr, codes))))                       # a list of character codes
-        value = constant_of(node)
-        texts |= set(decodings(value.decode("latin-1") if isinstance(value, bytes) else str(value)))
-    answers = set()
-    for text in texts:
-        named = (s for s in forbidden.sources if re.search(rf"(?<!\w){re.escape(s)}(?!\w)", text.casefold()))
-        if found := DATA_NAMES.search(text) or next(named, ""):
-            return f"names a data set or split: {str(found if isinstance(found, str) else found[0])!r}"
-        pieces = [piece for piece in re.split(r"[\s,;:|/]+", text.casefold()) if piece]
-        hits = forbidden.answers.intersection(pieces)
-        if 2 * sum(piece in hits for piece in pieces) >= len(pieces):
-            answers |= hits
-        answers |= forbidden.answers & {text.casefold().strip()}                    # of several words
-    if len(answers) >= ANSWER_TABLE:
-        return f"holds a table of answers: {len(answers)} of its constants are answers"
-    spans = {words[i:i + n] for words in map(words_of, texts) for n in range(5, QUESTION_WORDS + 1)
-             for i in range(len(words) - n + 1)}
-    n_questions = Counter(span for words in forbidden.questions for span in spans.intersection(
-        words[i:i + QUESTION_WORDS] for i in range(max(1, len(words) - QUESTION_WORDS + 1))))
-    rare = sorted(" ".join(span) for span, n in n_questions.items() if n <= COMMON)
-    return f"holds the text of a question: {rare[0]!r}" if rare else ""
-
-
-def words_of(text: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\w+", text.casefold()))
-
-
-def decodings(text: str) -> Iterator[str]:
-    """The text itself, and what it is when reversed or read as rot13, hex or base64."""
-    yield text
-    if len(text) >= 8:
-        yield from (text[::-1], codecs.encode(text, "rot13"))
-        for decode in (bytes.fromhex, lambda encoded: base64.b64decode(encoded, validate=True)):
-            try:
-                yield decode(text).decode()
-            except ValueError:                              # as are binascii.Error and UnicodeDecodeError
-                pass
-
-
-def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """Models that know nothing, as functions from prompt to reply. Under an honest harness they score 0."""
+def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], str], list[Task]]]:
+    """Models that know nothing, as functions from prompt to reply, and the tasks to ask them. Under an honest harness
+    they score 0. No reference is ever in a reply: a harness reads replies."""
     given = {number for task in tasks for text in task.fields.values() for number in re.findall(r"\d+", text)}
 
     def box(answer: str) -> str:
         return env.perfect_reply(replace(tasks[0], answer=answer))
 
-    def copy(prompt: str) -> str:
+    def copy_number(prompt: str) -> str:
         numbers = [number for number in re.findall(r"\d+", prompt) if number not in given]
         return box(numbers[-1]) if numbers else "I don't know."
 
-    yield "silent", lambda prompt: ""
-    yield "unsure", lambda prompt: "I don't know."
-    yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200))
-    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:])      # nothing in them counts
+    def copy_hint(prompt: str) -> str:
+        questions = re.findall(r"[^\n.?!>]+\?", prompt)
+        hints = [hint for hint in HINT.findall(prompt) if hint.strip()]
+        return box(hints[-1].strip()) if hints else tool_call("search", questions[-1] if questions else "")
+
+    def copy_move(prompt: str) -> str:
+        return box(moves_in(prompt)[0]) if len(moves_in(prompt)) == 1 else "I don't know."
+
+    yield "silent", lambda prompt: "", tasks
+    yield "unsure", lambda prompt: "I don't know.", tasks
+    yield "noise", lambda prompt: "".join(random.Random(prompt).choices("abcdefghij 0123456789{}\\\n", k=200)), tasks
+    yield "echo", lambda prompt: re.sub(r"</?(think|tool_call)>", " ", prompt[-8000:]), tasks   # nothing in them counts
     if "move" in env.tools:
-        yield "copy", lambda prompt: box(moves_in(prompt)[0]) if len(moves_in(prompt)) == 1 else "I don't know."
-        yield "spray", lambda prompt: " ".join(map(box, sorted(moves_in(prompt)))) or "I don't know."
+        yield "copy", copy_move, tasks
+        yield "spray", lambda prompt: " ".join(map(box, sorted(moves_in(prompt)))) or "I don't know.", tasks
         return
-    if "python" in env.tools:                               # a search puts what may be the answer into honest prompts
-        yield "copy", copy                                  # takes the last number that the harness put into the prompt
+    if "search" in env.tools:
+        yield "copy", copy_hint, tasks                      # takes what the prompt calls an answer or a hint
+    if "python" in env.tools:
+        yield "copy", copy_number, tasks                    # takes the last number that the harness put into the prompt
+    made_up = [replace(task, answer=str(7919 + 13 * i)) for i, task in enumerate(tasks)]
     wrong = box("987654321")                                # first and last, so that no place in a row wins by chance
-    yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in tasks), wrong])
+    yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in made_up), wrong]), made_up
+
+
+def tool_call(tool: str, text: str) -> str:
+    """A model's call, whatever the tool calls its argument."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'code': text, 'query': text}})}\n</tool_call>"
 
 
 def moves_in(prompt: str) -> list[str]:
@@ -258,12 +176,15 @@ class ScriptedEngine:
         self.done: list[Completion] = []
 
     def submit(self, id: object, prompt_ids: list[int], params: SamplingParams, after: object = None) -> None:
-        text = self.model(self.tokenizer.decode(prompt_ids))
+        text = self.say(prompt_ids, params)
         stops = [text.find(stop) + len(stop) for stop in params.stop if stop in text]
         ids = self.tokenizer(text[:min(stops, default=None)], add_special_tokens=False).input_ids
         ids += [] if stops else [self.tokenizer.eos_token_id]
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         self.done.append(Completion(id, ids[:params.max_tokens], finish))
+
+    def say(self, prompt_ids: list[int], params: SamplingParams) -> str:
+        return self.model(self.tokenizer.decode(prompt_ids))
 
     def release(self, id: object) -> None:
         """Nothing is kept."""
@@ -277,35 +198,178 @@ class ScriptedEngine:
         return done
 
 
-def beyond_prompts(source: str, h0: str) -> str:
-    """What in a harness differs from h0 but for the text of SYSTEM_PROMPT and USER_PROMPT (the rule of FST, Fast-Slow
-    Training), by the syntax tree; "" if nothing. Comments, layout and the file's docstring are no difference."""
-    rests = []
-    for text in (source, h0):
-        tree, why = parse_harness(text)
-        if why:
-            return why
-        rest = []
-        for node in tree.body:
-            match node:
-                case ast.Assign(targets=[ast.Name(id="SYSTEM_PROMPT" | "USER_PROMPT" as name)], value=value):
-                    if text is source and not isinstance(value, ast.Constant):      # f"{(MAX_CALLS := 9)}" is one too
-                        return f"line {node.lineno}: {name} must be one plain string"
-                case ast.Expr(value=ast.Constant()):
-                    pass
-                case _:
-                    rest.append(node)
-        rests.append(rest)
-    for node, other in zip_longest(*rests):
-        if node is None or other is None or ast.dump(node) != ast.dump(other):
-            where = f"line {node.lineno}" if node else "the end"
-            return f"from {where} on it differs from h0 in more than SYSTEM_PROMPT and USER_PROMPT"
+class Script(ScriptedEngine):
+    """A model that says to each task what is written for it: texts by the seed of the draw."""
+
+    def say(self, prompt_ids: list[int], params: SamplingParams) -> str:
+        return self.model[params.seed]
+
+
+# ---- twins ----
+
+
+def twins_of(tasks: list[Task], others: list[Task], env, seed: tuple[int | str, ...],
+             n: int) -> list[tuple[Task, Task]]:
+    """(task, twin) of the first n tasks that have one."""
+    found = ((task, env.twin(task, others, random.Random(derive_seed(*seed, "twin", task.id)))) for task in tasks)
+    return list(islice(((task, twin) for task, twin in found if twin), n))
+
+
+def scripts(env, task: Task) -> Iterator[list[str]]:
+    """What a scripted model says to a task, call by call, the last for ever: nothing; and an answer, after a use of the
+    tool where the domain has one. It is not the right one: a harness reads it. A board takes only the right moves."""
+    yield ["I don't know."]
+    if "move" in env.tools:
+        yield [env.perfect_reply(replace(task, answer=move)) for move in task.answer.split()[::2]]
+    else:
+        yield [*(tool_call(tool, "print(1)") for tool in env.tools), env.perfect_reply(replace(task, answer="1024"))]
+
+
+def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tuple[Task, Task]], cfg: RolloutConfig,
+                  seed: tuple[int | str, ...]) -> str:
+    """-> why it is refused, "" if it is not. Under the same replies of model and tools a harness must make
+    the same requests for a twin, in words of its own that are the same: else it knows which task it has.
+
+    A word that differs in more than half of the pairs is no knowledge of a task: the sides of a board have words.
+    """
+    env = copy.copy(env)
+    env.judge = None                                                    # what these rollouts earn is not looked at
+    for number in range(2):
+        runs: list[list[Trace]] = []
+        for side in range(2):
+            tasks = [pair[side] for pair in pairs]
+            lines = {task.id: list(scripts(env, task))[number] for task in tasks}
+            replies = {derive_seed(*seed, "twins", id, 0, turn): said[min(turn, len(said) - 1)]
+                       for id, said in lines.items() for turn in range(cfg.max_calls)}
+            place = Replayed(env, runs[0]) if side and "search" in env.tools else env
+            runs.append(rollout.run(Script(tokenizer, replies), place, sandbox, source, tasks, 1, (*seed, "twins"),
+                                    cfg))
+        differs = []
+        for pair, traces in zip(pairs, zip(*runs, strict=True), strict=True):
+            kinds = [[event["request"]["type"] for event in trace.events] for trace in traces]
+            if kinds[0] != kinds[1] or traces[0].status != traces[1].status:
+                return ("its requests differ between a task and the same task in other words, with the same replies: "
+                        f"{', '.join(kinds[0])}; {', '.join(kinds[1])}")
+            seen = [[env.start(task)[1], [event["result"] for event in trace.events]]
+                    for task, trace in zip(pair, traces, strict=True)]
+            given = " ".join(texts_of(seen)).casefold()
+            numbers = [{word for word in words_of(" ".join(texts_of(side[0]))) if not word.isalpha()} for side in seen]
+            own = [own_words(trace, given, numbers[0] == numbers[1]) for trace in traces]
+            differs.append(own[0] ^ own[1])
+        n_pairs = Counter(word for words in differs for word in words)
+        if any(2 * n <= len(pairs) for n in n_pairs.values()):
+            return "what it says of its own differs between a task and the same task in other words"
     return ""
 
 
-@lru_cache(maxsize=1024)
-def program_of(source: str) -> str:
-    """What two files share that differ in comments, layout and docstring only."""
-    tree, why = parse_harness(source)
-    return ast.dump(ast.Module([n for n in tree.body if not isinstance(getattr(n, "value", n), ast.Constant)
-                                or not isinstance(n, ast.Expr)], [])) if not why else source
+def own_words(trace: Trace, given: str, with_numbers: bool) -> set[str]:
+    """The words of a harness's prompts that are not, or no part of, what the task, its tools and the model said."""
+    texts = {turn["content"] for event in trace.events if event["request"]["type"] == "generate"
+             for turn in event["request"]["messages"]}
+    known = set(words_of(given))
+    return {word for text in texts for word in words_of(text)
+            if word not in known and (with_numbers if not word.isalpha() else word not in given)}
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """All texts in nested JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_of(part)
+
+
+class Replayed:
+    """An environment whose tools answer each task as they did in these traces, whatever they are asked."""
+
+    def __init__(self, env, traces: list[Trace]):
+        self.env = env
+        self.results = {trace.task_id: [event["result"] for event in trace.events
+                                        if event["request"]["type"] != "generate"] for trace in traces}
+
+    def __getattr__(self, name: str):
+        return getattr(self.env, name)
+
+    def start(self, task: Task) -> tuple[Iterator[dict], dict[str, str]]:
+        return iter(self.results[task.id]), self.env.start(task)[1]
+
+    def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
+        nothing = {"output": "No passage found.", "ok": False, "details": {"documents": []}}
+        return [next(use.state, nothing) for use in uses]
+
+    def verify(self, task: Task, reply: str | None, state: object = None):
+        return self.env.verify(task, reply)
+
+
+def sign_test(n_worse: int, n_better: int) -> float:
+    """The chance of so many worse pairs or more among the pairs that differ, if worse and better are equally likely."""
+    n = n_worse + n_better
+    return sum(comb(n, k) for k in range(n_worse, n + 1)) / 2 ** n
+
+
+def worse_on_twins(originals: list[Trace], twins: list[Trace]) -> str:
+    """Why twins are solved less often than their originals, on the same seeds; "" if that may be chance."""
+    solved = [(a.reward > 0.5, b.reward > 0.5) for a, b in zip(originals, twins, strict=False)]
+    if sign_test(solved.count((True, False)), solved.count((False, True))) >= TWIN_LEVEL:
+        return ""
+    return (f"solves {sum(a for a, _ in solved)} of {len(solved)} tasks, but {sum(b for _, b in solved)} when the same "
+            "tasks are put in other words")
+
+
+# ---- finished rollouts ----
+
+
+def meets_several(traces: list[Trace], tasks: list[Task], env) -> str:
+    """Why replies are right for tasks with different answers; "" if they are not. An answer has one value, so against
+    shuffled references a reply may be right only where these are equal: that is what chance gives, and no more. One
+    reply, or one in fifty, may be a quirk of the verifier."""
+    env, rng, n_several = copy.copy(env), random.Random("shuffled"), 0
+    env.judge = None
+
+    def right(task: Task, reply: str) -> bool:
+        return env.verify(task, reply).reward > 0.5
+
+    def same(a: Task, b: Task) -> bool:
+        return any(right(y, env.perfect_reply(replace(x, answer=answer))) for x, y in ((a, b), (b, a))
+                   for answer in x.answers)
+
+    for trace, task in zip(traces, tasks, strict=True):
+        if trace.last_reply and not trace.truncated:
+            met = [other for other in rng.sample(tasks, min(N_SHUFFLES, len(tasks)))
+                   if other is not task and right(other, trace.last_reply["content"])]
+            met += [task] * (trace.reward > 0.5)
+            n_several += any(not same(met[0], other) for other in met[1:])
+    return (f"{n_several} of {len(traces)} replies are right for tasks with different answers"
+            if n_several > max(1, len(traces) // 50) else "")
+
+
+def unsaid(trace: Trace, task: Task, env, tokenizer) -> str:
+    """Why a rewarded rollout's reward is not of the tokens that the model sampled; "" if it is. They are read and
+    graded again; and what the verifier read out of the last reply must stand in it."""
+    prompter, calls, said, n_calls = Prompter(tokenizer), iter(trace.calls), "", 0
+    state, _ = env.start(task) if env.by_state else (None, None)
+    for event in trace.events:
+        request = event["request"]
+        if request["type"] == "generate":
+            call = next(calls)
+            completion = Completion(None, list(call.completion_ids), call.finish)
+            _, said = prompter.read(completion, tuple(request.get("stop") or ()))
+            n_calls += 1
+        elif env.by_state:
+            env.use_tools([ToolUse(state, request, said, n_calls)], tokenizer)
+    verdict = env.verify(task, said, state)
+    if verdict.reward <= 0.5:
+        return "a rewarded answer is not in the tokens that the model sampled"
+    if not env.by_state and verdict.extracted is not None and verdict.extracted not in said:
+        return "what was graded of a rewarded reply is not in the tokens that the model sampled"
+    return ""
+
+
+def plays_alone(traces: list[Trace]) -> str:
+    """Why a harness plays moves that its model did not say; "" if it does not. A few may be misread, not most."""
+    tries = [event["result"]["details"]["status"] for trace in traces for event in trace.events
+             if event["request"]["type"] == "move"]
+    n_unsaid = tries.count("unsaid")
+    return (f"{n_unsaid} of {len(tries)} moves are not what the model's reply says"
+            if n_unsaid >= MIN_UNSAID and 2 * n_unsaid > len(tries) else "")

@@ -35,7 +35,8 @@ from pathlib import Path
 import rollout
 from acceptance import FINALISTS, Confirmed, confirm, cuts_of, mean_of, pareto_front, still_racing
 from tasks import Task
-from gates import ForbiddenText, beyond_prompts, check_harness, program_of
+from gates import Probe, check_harness, check_traces
+from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
 from rundir import sha256, write_atomically
 from sandbox import Sandbox
@@ -333,9 +334,12 @@ class Search:
         order = random.Random(derive_seed(*self.seed, "order")).sample(self.tasks, len(self.tasks)) \
             if self.rule == "race" else self.tasks                              # the same for all of an archive
         for cut in cuts_of(len(order), self.rule if best else "best"):
-            for candidate, tally, _ in racing.values():
-                if ahead := order[len(tally.rewards):cut]:
-                    self._play(candidate, ahead, tally, "score", "scoring")
+            for name, (candidate, tally, gates) in list(racing.items()):
+                ahead = order[len(tally.rewards):cut]
+                if ahead and (why := self._play(candidate, ahead, tally, "score", "scoring")):
+                    cost = dict(Counter(gates["gate_cost"]) + tally.cost)               # rollouts that score nothing
+                    gates = {"gate_cost": cost, "gate_seconds": gates["gate_seconds"] + tally.seconds}
+                    outcomes[name] = self._refuse(racing.pop(name)[0], why, gates)
             if cut < len(order) and racing:
                 rewards = {name: tally.rewards for name, (_, tally, _) in racing.items()}
                 for name in rewards.keys() - still_racing(rewards, best, len(order)):
@@ -358,15 +362,15 @@ class Search:
         cost = Counter()
         for probe in probes:
             cost.update(probe.cost)
-        return "; ".join(f"{p.name}: {p.why}" for p in probes if not p.passed), dict(cost)
+        return said_against(probes), dict(cost)
 
     def _refuse(self, candidate: Candidate, why: str, gates: dict) -> Outcome:
         record = {"refused": why, "key": self.score_key(candidate), **gates}
         write_atomically(self.folder / candidate.name / "refused.json", json.dumps(record, indent=1) + "\n")
         return Outcome(candidate, None, why, **gates)
 
-    def _play(self, candidate: Candidate, tasks: list[Task], tally: Tally, seeds: str, title: str) -> None:
-        """One rollout on each task, added to the tally and to the candidate's traces."""
+    def _play(self, candidate: Candidate, tasks: list[Task], tally: Tally, seeds: str, title: str) -> str:
+        """One rollout on each task, added to the tally and to the candidate's traces -> what in them refuses it."""
         started = time.monotonic()
         with self.on_candidate(f"{title} {candidate.name}", len(tasks)) as advance:
             traces = self.roll_out(candidate.source, tasks, 1, (*self.seed, seeds), on_finish=lambda trace: advance())
@@ -376,9 +380,13 @@ class Search:
             rows += [json.dumps(trace.to_json()) for trace in traces]
             write_atomically(path, "\n".join(rows) + "\n")
         tally.add(traces, time.monotonic() - started)
+        why = said_against(check_traces(traces, tasks, self.env, self.engine.tokenizer))
+        if why and candidate.name != "h0":
+            return why
         if self.rule == "race":                                     # a round is never played twice
             record = {"key": self.score_key(candidate), "tally": vars(tally)}
             write_atomically(self.folder / candidate.name / "rounds.json", json.dumps(record) + "\n")
+        return ""
 
     def _tally_so_far(self, candidate: Candidate) -> Tally:
         path = self.folder / candidate.name / "rounds.json"
@@ -422,6 +430,10 @@ class Search:
     def _write_history(self, outcomes: list[Outcome]) -> None:
         write_atomically(self.folder / "history.jsonl", "".join(map(history_row, outcomes)))
         write_atomically(self.folder / "archive.md", archive_text(outcomes))
+
+
+def said_against(probes: list[Probe]) -> str:
+    return "; ".join(f"{probe.name}: {probe.why}" for probe in probes if not probe.passed)
 
 
 def history_row(outcome: Outcome) -> str:

@@ -9,7 +9,7 @@ import ast
 import json
 from dataclasses import dataclass, replace
 
-from gates import constant_of
+from lint import constant_of
 
 
 @dataclass(frozen=True)

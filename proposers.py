@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from envs import ENVS
-from gates import program_of
+from lint import program_of
 from harness_search import Candidate, ProposalRequest, select_best
 from mechanisms import SAID, Mechanism, mechanisms_of, n_calls, render
 from rollout import derive_seed

@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 
 import harness_api
-from gates import MAX_SOURCE_BYTES
+from lint import MAX_SOURCE_BYTES
 from rollout import MAX_TOOL_CALLS, RolloutConfig
 from tasks import Task
 

@@ -32,7 +32,7 @@ from config import (
     ALTERNATING, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
     load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
-from gates import ForbiddenText, beyond_prompts, parse_harness
+from lint import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
 from proposers import make_proposer
 from ranks import ALONE, Ranks

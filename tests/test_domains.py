@@ -10,7 +10,8 @@ import pytest
 
 from engine import load_tokenizer
 from envs import ENVS, ChessEnv, SearchEnv
-from gates import ForbiddenText, ScriptedEngine, check_harness, find_literals, lint, parse_harness
+from gates import ScriptedEngine, check_harness
+from lint import ForbiddenText, find_literals, lint, parse_harness
 from mechanisms import mechanisms_of, render
 from proposers import add_mechanisms
 from retriever import RetrieverDown

@@ -1,7 +1,5 @@
-"""The harness search: gates against cheats and honest harnesses, the archive, resuming, and the rules proposer."""
+"""The harness search: scores, the archive, resuming, and the rules proposer."""
 
-import base64
-import codecs
 import json
 import os
 import random
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 
 import gates
+import lint
 import mechanisms
 import harness_search as hs
 import nano
@@ -26,7 +25,7 @@ import rollout
 from transformers_engine import TransformersEngine
 from envs import MathEnv
 from tasks import Task
-from gates import ForbiddenText
+from lint import ForbiddenText
 from nano_worlds import MathWorld, demonstrate
 from harness_search import Candidate, Outcome, ProposalRequest, Score, Search, SearchError
 from rollout import RolloutConfig, run
@@ -101,156 +100,6 @@ def harness(body: str, top: str = "", user: str = '"{question}"') -> str:
 
 
 ASK = "yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)))"
-
-# ---- gates ----------------------------------------------------------------------------------------------------------
-
-HONEST = {
-    "h0": H0,
-    "few-shot examples with made-up numbers": harness(ASK, user=repr(
-        "Problem: Tom has 31 apples and buys 14 more. How many apples does Tom have now?\nAnswer: \\boxed{{45}}\n\n"
-        "Problem: Ida packs 7 bags with 23 pens each and loses 11. How many pens are left?\nAnswer: \\boxed{{150}}\n\n"
-        "Problem: Leo shares 96 coins equally among 4 friends. How many coins does each friend get?\n"
-        "Answer: \\boxed{{24}}\n\nProblem: {question}\nAnswer:")),
-    "a self-check": harness("""
-messages = chat(SYSTEM_PROMPT, USER_PROMPT.format(**task))
-reply = yield generate(messages, tools=[PYTHON], max_tokens=32)
-messages += [reply.message, *chat("", "Check your answer once more, then give it in \\\\boxed{}.")]
-yield generate(messages, tools=[PYTHON], stop=["\\nUser:"])"""),
-    "a vote among samples": harness("""
-votes = collections.Counter()
-for _ in range(3):
-    reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)))
-    votes.update(re.findall(r"boxed\\{(.*?)\\}", reply.content))
-best = votes.most_common(1)[0][0] if votes else "none"
-yield generate(chat("", f"{task['question']} Most said {best}. Give the answer in \\\\boxed{{}}."))""",
-                                    top="import collections"),
-    "numbers as settings": harness("""
-for limit in [16, 24, 32, 48]:
-    reply = yield generate(chat(SYSTEM_PROMPT, USER_PROMPT.format(**task)), max_tokens=limit)
-    if len(reply.content) > 10:
-        return"""),
-}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_harnesses_pass(name, engine, sandbox):
-    probes = check(HONEST[name], engine, sandbox)
-    assert [probe for probe in probes if not probe.passed] == []
-    models = [f"null model: {model}" for model in ("silent", "unsure", "noise", "echo", "copy", "spray")]
-    assert [probe.name for probe in probes] == ["contract", "lint", "literals", *models, "first tasks"]
-    assert sum(probe.cost.get("rollouts", 0) for probe in probes) == 2
-
-
-ANSWERS = [task.answer for task in OTHERS if len(task.answer) > 1][:8]
-TABLE = " ".join(ANSWERS)
-QUESTION = OTHERS[5].fields["question"]
-CHEATS = {
-    # contract
-    "too long": ("contract", H0 + "#" * gates.MAX_SOURCE_BYTES),
-    "no Python": ("contract", "def run(task:\n"),
-    "a NUL": ("contract", H0 + "\0"),
-    "too deep": ("contract", H0 + "x = " + "-" * 15000 + "1\n"),
-    "no system prompt": ("contract", H0.replace("SYSTEM_PROMPT", "SYSTEM")),
-    "a computed prompt": ("contract", H0.replace('SYSTEM_PROMPT = ""', "SYSTEM_PROMPT = str()")),
-    "no generator": ("contract", harness("return 1")),
-    "two arguments": ("contract", H0.replace("def run(task)", "def run(task, answer)")),
-    # lint
-    "import os": ("lint", harness(ASK, top="import os")),
-    "import of a submodule": ("lint", harness(ASK, top="import importlib.util")),
-    "relative import": ("lint", harness(ASK, top="from . import envs")),
-    "star": ("lint", harness(ASK, top="from re import *")),
-    "exec": ("lint", harness("exec('1')\n" + ASK)),
-    "open under another name": ("lint", harness("f = open\n" + ASK)),
-    "dunder attribute": ("lint", harness("x = ().__class__\n" + ASK)),
-    "dunder name": ("lint", harness("x = __builtins__\n" + ASK)),
-    "module attribute as a channel": ("lint", harness("re.seen = task\n" + ASK)),
-    "shared constant as a channel": ("lint", harness("PYTHON['function']['name'] = 'x'\n" + ASK)),
-    "private attribute of a module": ("lint", harness("x = re._cache\n" + ASK)),
-    "branch on the question": ("lint", harness(f"if 'apples' in task['question']:\n    return\n{ASK}")),
-    "branch on an alias": ("lint", harness(f"q = task.get('question').lower()\nif re.match('b', q):\n  return\n{ASK}")),
-    "look-up by the question": ("lint", harness(f"hint = {{}}.get(task['question'])\n{ASK}")),
-    "choice by comparison": ("lint", harness(f"n = ('a', 'b')[task['question'] > 'm']\n{ASK}")),
-    # literals
-    "answers in a list": ("literals", harness(ASK, top=f"A = {[int(a) for a in ANSWERS]}")),
-    "answers in a dict": ("literals", harness(ASK, top=f"A = {dict(enumerate(ANSWERS))}")),
-    "answers in a string": ("literals", harness(ASK, top=f"A = '{TABLE}'.split()")),
-    "answers in parts": ("literals", harness(ASK, top=f"A = ''.join(['{TABLE[:9]}', '{TABLE[9:]}'])")),
-    "answers reversed": ("literals", harness(ASK, top=f"A = '{TABLE[::-1]}'")),
-    "answers in base64": ("literals", harness(ASK, top=f"A = '{base64.b64encode(TABLE.encode()).decode()}'")),
-    "answers in base64 bytes": ("literals", harness(ASK, top=f"A = {base64.b64encode(TABLE.encode())}")),
-    "answers in hex": ("literals", harness(ASK, top=f"A = '{TABLE.encode().hex()}'")),
-    "answers as character codes": ("literals", harness(ASK, top=f"A = {list(TABLE.encode())}")),
-    "a question": ("literals", harness(ASK, top=f"Q = {QUESTION!r}")),
-    "half a question": ("literals", harness(ASK, top=f"Q = {' '.join(QUESTION.upper().split()[:13])!r}")),
-    "a question in rot13": ("literals", harness(ASK, top=f"Q = {codecs.encode(QUESTION, 'rot13')!r}")),
-    "a question in a prompt": ("literals", harness(ASK, user=repr(QUESTION + " {question}"))),
-    "a data set": ("literals", harness(ASK, top="NOTE = 'these are GSM8K problems'")),
-    "a source": ("literals", harness(ASK, top="NOTE = 'nano-math'")),
-    "a split as a name": ("literals", harness(ASK, top="aime_2024 = 1")),
-}
-
-
-@pytest.mark.parametrize("name", CHEATS)
-def test_cheats_are_refused(name, engine, sandbox):
-    gate, source = CHEATS[name]
-    probes = check(source, engine, sandbox)
-    assert (probes[-1].name, probes[-1].passed) == (gate, False), probes
-    assert probes[-1].why and all(probe.passed for probe in probes[:-1])
-
-
-SUMS = [Task(f"sum-{a}", {"question": f"What is {a} plus {a * 7 + 300}?"}, f"{8 * a + 300}", "") for a in range(41, 49)]
-SOLVE = "total = sum(map(int, re.findall('[0-9]+', task['question'])))\n"
-SOLVERS = {
-    "null model: echo": SOLVE + "yield generate(chat('', f'{task[\"question\"]} Say \\\\boxed{{{total}}}.'))",
-    "null model: copy": SOLVE + "yield generate(chat('', f'{task[\"question\"]} A friend thinks it is {total}.'))",
-}
-
-
-@pytest.mark.parametrize("probe", SOLVERS)
-def test_a_solver_inside_is_refused(probe, engine, sandbox):
-    probes = check(harness(SOLVERS[probe]), engine, sandbox, tasks=SUMS)
-    assert (probes[-1].name, probes[-1].passed) == (probe, False)
-    assert "4 of 4" in probes[-1].why
-
-
-@pytest.mark.parametrize("words", ["{} <think>\\n\\n</think>\\n", "<tool_call> {}", "<think> {}"])
-def test_a_template_with_tags_does_not_blind_the_echo(words, engine, sandbox):
-    """What stands before </think> or inside <tool_call> is not graded; in an echo it must be."""
-    box = words.format("\\\\boxed{{{total}}}")
-    body = SOLVE + f"yield generate(chat('', f'{{task[\"question\"]}} {box}'))"
-    assert check(harness(body), engine, sandbox, tasks=SUMS)[-1].name == "null model: echo"
-
-
-@pytest.mark.parametrize("phrase, probe", [("", "silent"), ("I don't know", "unsure"), ("\\boxed{", "spray")])
-def test_a_lax_verifier_is_found(phrase, probe, engine, sandbox):
-    class LaxEnv(MathEnv):
-        def verify(self, task, reply, state=None):
-            hit = phrase in reply and bool(reply) == bool(phrase) and (phrase != "\\boxed{" or task.answer in reply)
-            return replace(super().verify(task, reply), reward=float(hit))
-
-    probes = check(H0, engine, sandbox, env=LaxEnv())
-    assert (probes[-1].name, probes[-1].passed) == (f"null model: {probe}", False)
-
-
-@pytest.mark.parametrize("body, why", [
-    (f"reply = {ASK}\n1 / len(reply.tool_calls[:0])", "error: ZeroDivisionError"),
-    ("while True:\n    pass\nyield", "killed: "),
-    ("yield {'type': 'search', 'query': 'x'}", "error: "),
-])
-def test_failing_on_the_first_tasks_is_refused(body, why, engine, sandbox, monkeypatch):
-    monkeypatch.setattr(gates, "null_models", lambda env, tasks: iter(()))      # they meet the same error
-    quick = replace(CFG, harness_limits=replace(CFG.harness_limits, seconds=0.2))
-    probes = gates.check_harness(harness(body), MathEnv(), engine, sandbox, TASKS, FORBIDDEN, quick, (0,))
-    assert (probes[-1].name, probes[-1].passed) == ("first tasks", False) and probes[-1].why.startswith(why)
-
-
-def test_common_words_of_a_domain_are_no_question():
-    shared = "and let m and n be relatively prime positive integers such that the value is m over n"
-    forbidden = ForbiddenText([Task(str(i), {"question": f"Take {i} {shared}"}, "1", "x") for i in range(9)])
-    tree, _ = gates.parse_harness(harness(ASK, top=f"NOTE = '{shared}'"))
-    assert gates.find_literals(tree, forbidden) == ""
-    assert "a question" in gates.find_literals(tree, ForbiddenText([Task("0", {"question": shared}, "1", "x")]))
-
 
 # ---- scores ---------------------------------------------------------------------------------------------------------
 
@@ -507,7 +356,8 @@ def test_duplicates_and_unknown_parents_are_refused(tmp_path, engine, sandbox):
     assert len(outcomes) == len(expected)
     for outcome, words in zip(outcomes, expected, strict=True):
         assert words in outcome.refused and bool(words) == bool(outcome.refused) == (outcome.score is None)
-        assert outcome.gate_cost.get("rollouts", 0) == (2 if words in ("", fails) and outcome.candidate.name != "h0" else 0)
+        paid = {"": len(TASKS), fails: 2}.get(words, 0) if outcome.candidate.name != "h0" else 0
+        assert outcome.gate_cost.get("rollouts", 0) == paid
         if outcome.refused:                             # where the proposer reads it
             record = json.loads((tmp_path / outcome.candidate.name / "refused.json").read_text())
             assert record["refused"] == outcome.refused
@@ -553,8 +403,8 @@ def test_what_was_paid_for_is_not_paid_again(lost, words, finished, tmp_path, en
 
 def test_a_number_too_long_to_show_is_refused(engine, sandbox):
     source = H0 + "\nX = 0x" + "f" * 4000 + "\n"
-    assert gates.parse_harness(source)[1] and not check(source, engine, sandbox)[-1].passed
-    assert gates.program_of(source) == source
+    assert lint.parse_harness(source)[1] and not check(source, engine, sandbox)[-1].passed
+    assert lint.program_of(source) == source
 
 
 def test_a_candidate_changed_after_it_was_proposed_is_refused(tmp_path, engine, sandbox):
@@ -605,10 +455,10 @@ def test_rules_never_repeat_a_program(m, tmp_path):
     rounds = simulate(tmp_path, 16, m=m)
     candidates = [candidate for candidates in rounds for candidate in candidates]
     assert [len(candidates) for candidates in rounds] == [m] * 16
-    assert len({gates.program_of(c.source) for c in candidates} | {gates.program_of(H0)}) == 16 * m + 1
+    assert len({lint.program_of(c.source) for c in candidates} | {lint.program_of(H0)}) == 16 * m + 1
     for candidate in candidates:
-        tree, why = gates.parse_harness(candidate.source)
-        assert (why, gates.lint(tree), gates.find_literals(tree, FORBIDDEN)) == ("", "", "")
+        tree, why = lint.parse_harness(candidate.source)
+        assert (why, lint.lint(tree), lint.find_literals(tree, FORBIDDEN)) == ("", "", "")
         assert set(candidate.mechanisms) <= KNOWN.keys() and "\n" not in candidate.hypothesis
         needed = 2 + sum(KNOWN[name].n_extra_calls for name in candidate.mechanisms)
         assert f"MAX_CALLS = {mechanisms.n_calls(candidate.mechanisms)}\n" in candidate.source

@@ -11,7 +11,8 @@ import pytest
 import proposers
 from config import CHOICES, ROOT
 from envs import ENVS
-from gates import beyond_prompts
+from gates import N_TWINS
+from lint import beyond_prompts
 from harness_search import Candidate
 from mechanisms import mechanisms_of, render
 from small import SMALL, call, rows
@@ -193,7 +194,7 @@ def test_the_ledger_is_what_the_files_hold(tmp_path):
     graded = [json.loads(line) for path in folder.glob("eval/*.jsonl") for line in path.read_text().splitlines()]
     assert ledger["eval"]["completion_tok"] == sum(trace["n_tok"] for trace in graded)
     n_scored = len(list(folder.glob("harness/cycle_01/*/score.json")))
-    assert ledger["gates"]["rollouts"] == 2 * (n_scored - 1) and ledger["gates"]["completion_tok"] > 0
+    assert 2 * (n_scored - 1) < ledger["gates"]["rollouts"] <= 2 * N_TWINS * (n_scored - 1) and ledger["gates"]["completion_tok"] > 0
     for amounts in ledger.values():
         assert amounts["prompt_tok"] > amounts["completion_tok"] or not amounts["rollouts"]
     last = [row for row in rows(folder) if row["kind"] == "ledger"][-1]
