@@ -53,13 +53,15 @@ def readable_paths(closed: Iterable[str]) -> list[str]:
     above = {str(folder) for path in closed for folder in Path(path).parents}
     if not above:
         return ["/"]
-    return [entry.path for folder in sorted(above) if os.path.isdir(folder) and not (closed & {folder, *parents(folder)})
-            for entry in os.scandir(folder)
-            if entry.path not in above and entry.path not in closed and not entry.is_symlink()]
-
-
-def parents(folder: str) -> list[str]:
-    return [str(parent) for parent in Path(folder).parents]
+    allowed = []
+    for folder in sorted(above):
+        if not any(Path(folder).is_relative_to(path) for path in closed):
+            try:
+                allowed += [entry.path for entry in os.scandir(folder)
+                            if entry.path not in above | closed and not entry.is_symlink()]
+            except OSError:                             # not there, or not to be listed by us: nor by the agent
+                continue
+    return allowed
 
 
 def make_ruleset(closed: Iterable[str], writable: Iterable[str]) -> int:
@@ -129,6 +131,7 @@ def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, int, int,
                     ended, code = os.wait()
                 except ChildProcessError:
                     signal.pause()
+                    continue
                 if ended == agent:
                     os.write(status_in, str(os.waitstatus_to_exitcode(code)).encode())
         finally:
