@@ -6,7 +6,8 @@
 The line is split into words as a shell would, then the placeholders are filled, so a path with spaces stays one word:
 {dir} the working copy, {prompt_file} what to do, {model} --proposer-model, {usd} what the session may cost. A word with
 {model} or {usd} goes, and an option before it, where there is no such value. The command runs in {dir}, with nothing on
-its standard input, and WHALE_SEED in its environment, which is the same when a search is repeated.
+its standard input; its environment names the files to write (WHALE_SLOTS="h4 h5 h6", for h4.py ...) and has a
+WHALE_SEED that is the same when a search is repeated.
 
 What a session cost is read from what the command prints, from any line that is a JSON object: the events of the three
 agents, or for an agent of your own {"usd": 0.12, "prompt_tok": 9000, "completion_tok": 700, "model": "...",
@@ -39,6 +40,7 @@ MAX_FILES = 200_000                     # there
 MAX_PROCESSES = 1000                    # threads count where the kernel counts for us
 MAX_LINE = 4 << 20                      # of its output that is looked at as JSON
 LOOK_S = 1.0                            # between two looks at what it cost so far
+NAMESPACES = True                       # of process ids, where the system allows them
 GOODBYE_S = 60.0                        # past the wall limit, for the warden to end what there is
 EX_TEMPFAIL = 75
 
@@ -47,9 +49,9 @@ PASSED = ("PATH HOME USER LOGNAME LANG LANGUAGE TERM TZ SHELL HTTP_PROXY HTTPS_P
           "CURL_CA_BUNDLE").split()     # and LC_*
 SECRETS = (".ssh", ".gnupg", ".netrc", ".git-credentials", ".cache/huggingface/token",      # in HOME, never read
            ".cache/huggingface/stored_tokens", ".config/wandb")
-TRANSIENT = re.compile(r"overloaded|rate.?limit|too many requests|\b(429|500|502|503|504|529)\b|timed? ?out|try again"
-                       r"|temporar|connection|network|ECONNRE|EAI_AGAIN|socket hang up|stream disconnected|unavailable", re.I)
-FINAL = re.compile(r"usage limit|quota|credit balance|billing|log.?in|authenticat|api.?key|unauthorized|forbidden", re.I)
+TRANSIENT = re.compile(r"overloaded|rate.?limit|too many requests|\b(429|500|502|503|504|529)\b|timed? ?out|try again|"
+                       r"temporar|connection|network|ECONNRE|EAI_AGAIN|socket hang up|disconnected|unavailable", re.I)
+FINAL = re.compile(r"usage limit|quota|credit balance|billing|log.?in|authenticat|api.?key|unauthorized", re.I)
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,12 @@ class Agent:
     env: tuple[tuple[str, str], ...] = ()
 
 
-# The flags are those of Claude Code 2.1.197, Codex 0.171.0 and OpenCode 1.18.33, from their own --help. The warden is the
-# sandbox: Codex's own one makes mounts, which Landlock forbids below it. No web tools for Claude Code: test sets are public.
+# The flags are those of Claude Code 2.1.197, Codex 0.171.0 and OpenCode 1.18.33, from their own --help. The warden is
+# the sandbox: Codex's own makes mounts, which Landlock forbids. No web tools for Claude Code: test sets are public.
 AGENTS = {
     "claude": Agent(
-        "claude -p 'Read the file {prompt_file} and do what it says.' --output-format stream-json --verbose --safe-mode "
-        "--permission-mode acceptEdits --tools=Bash,Edit,Read,Write --allowedTools=Bash,Edit,Read,Write "
+        "claude -p 'Read the file {prompt_file} and do what it says.' --output-format stream-json --verbose "
+        "--safe-mode --permission-mode acceptEdits --tools=Bash,Edit,Read,Write --allowedTools=Bash,Edit,Read,Write "
         "--no-session-persistence --max-budget-usd {usd} --model {model}",
         "ANTHROPIC_API_KEY ANTHROPIC_AUTH_TOKEN ANTHROPIC_BASE_URL CLAUDE_CODE_OAUTH_TOKEN CLAUDE_CONFIG_DIR",
         ".claude .claude.json .cache/claude .cache/claude-cli-nodejs",
@@ -78,8 +80,8 @@ AGENTS = {
     "opencode": Agent(
         "opencode run --format json --auto --pure --dir {dir} --model {model} "
         "'Read the file {prompt_file} and do what it says.'",
-        "OPENCODE_API_KEY OPENROUTER_API_KEY ANTHROPIC_API_KEY OPENAI_API_KEY GEMINI_API_KEY GOOGLE_GENERATIVE_AI_API_KEY "
-        "GROQ_API_KEY DEEPSEEK_API_KEY MISTRAL_API_KEY XAI_API_KEY OPENCODE_CONFIG",
+        "OPENCODE_API_KEY OPENROUTER_API_KEY ANTHROPIC_API_KEY OPENAI_API_KEY GOOGLE_GENERATIVE_AI_API_KEY "
+        "GEMINI_API_KEY GROQ_API_KEY DEEPSEEK_API_KEY MISTRAL_API_KEY XAI_API_KEY OPENCODE_CONFIG",
         ".local/share/opencode .local/state/opencode .config/opencode .cache/opencode",
         (("OPENCODE_DISABLE_AUTOUPDATE", "1"),)),
 }
@@ -150,14 +152,16 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> No
                 f"scorer. Changes would be found, reading would not. To run it all the same: --waive {LAYER}") from None
 
 
-def environment_of(settings: ProposerConfig, private: Path, seed: int) -> dict[str, str]:
+def environment_of(workplace: Workplace, private: Path) -> dict[str, str]:
     """What the agent sees of our environment: an allow-list."""
+    settings = workplace.settings
     agent = AGENTS.get(settings.proposer_cmd)
     names = {*PASSED, *filter(None, (name.strip() for name in settings.proposer_env.split(","))),
              *(agent.keys.split() if agent else ())}
     passed = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
     return passed | dict(agent.env if agent else ()) | {
-        "TMPDIR": str(private), "CLAUDE_CODE_TMPDIR": str(private), "WHALE_SEED": str(seed)}
+        "TMPDIR": str(private), "CLAUDE_CODE_TMPDIR": str(private), "WHALE_SEED": str(workplace.seed),
+        "WHALE_SLOTS": " ".join(workplace.slots)}
 
 
 def paths_in_home(settings: ProposerConfig) -> tuple[list[str], list[str]]:
@@ -210,25 +214,27 @@ def run_command_agent(workplace: Workplace) -> Session:
         for line in lines.take(is_whole=True):
             tally.feed(line)
     report = watched.report
-    errors = plain(tail_of(watched.errors))
-    end, why = judge(report, tally, errors, workplace, ended_for_money)
+    if report["end"] == "output":
+        with open(workplace.transcript, "ab") as transcript:
+            transcript.write(f"\n[cut here: it had printed {MAX_OUTPUT_BYTES:,} bytes]\n".encode())
+    limit = limit_passed(report, workplace, ended_for_money)
+    end, words = judge(report, limit, tally, plain(tail_of(watched.errors)))
+    missing = report.get("missing", {})
     notes = [*tally.notes, *(note for note, is_so in (
+        (limit, limit),
         (f"{report.get('n_left')} of its processes were left when it ended, and were killed", report.get("n_left")),
-        (why, report["end"] != "exit"),
         (f"it cost more than its limit of ${usd}", workplace.usd is not None and (tally.usd or 0.0) > workplace.usd),
-        (f"without Landlock ({LAYER} is waived): it could read and write whatever this user can", LAYER in workplace.waived),
-        (f"without own namespaces: {report.get('missing', {}).get('namespaces')}",
-         "namespaces" in report.get("missing", {})),
+        (f"without Landlock ({LAYER} is waived): it could read and write whatever this user can",
+         LAYER in workplace.waived),
+        (f"without namespaces of its own: {missing.get('namespaces')}", "namespaces" in missing),
     ) if is_so)]
-    return Session(end, why, tally.model or settings.proposer_model, tally.version or version, tally.prompt_tok,
+    return Session(end, words, tally.model or settings.proposer_model, tally.version or version, tally.prompt_tok,
                    tally.completion_tok, tally.usd, round(watched.seconds, 1), tuple(notes))
 
 
-def judge(report: dict, tally: "Tally", errors: str, workplace: Workplace, ended_for_money: bool) -> tuple[str, str]:
-    """-> how the session ended (Session.end), and why, with the agent's own words."""
-    said = (tally.error or tally.words or tally.last_line).strip()
-    code = report.get("code")
-    limits = {
+def limit_passed(report: dict, workplace: Workplace, ended_for_money: bool) -> str:
+    """Why the agent was ended; "" if it ended by itself."""
+    return "" if report["end"] == "exit" else {
         "time": f"it was ended after {workplace.settings.proposer_s:g} s (--proposer-s)",
         "output": f"it was ended when it had printed {MAX_OUTPUT_BYTES:,} bytes",
         "processes": f"it was ended when it had more than {MAX_PROCESSES:,} processes",
@@ -237,13 +243,18 @@ def judge(report: dict, tally: "Tally", errors: str, workplace: Workplace, ended
         "stopped": f"it was ended at its limit of ${workplace.usd}" if ended_for_money else "it was stopped",
         "refused": f"not started: Landlock is missing ({report.get('missing', {}).get('landlock')}); --waive {LAYER}",
         "lost": "the process that watches it was lost",
-    }
-    if report["end"] != "exit":
-        return "failed", ". ".join(filter(None, (limits[report["end"]], said[-1500:], errors.strip()[-500:])))
-    if code == 0 and not tally.error:
+    }[report["end"]]
+
+
+def judge(report: dict, limit: str, tally: "Tally", errors: str) -> tuple[str, str]:
+    """-> how the session ended (Session.end), and why, with the agent's own words."""
+    said = (tally.error or tally.words or plain(tally.last_line[-2000:].decode("utf-8", "replace"))).strip()
+    if limit:
+        return "failed", ". ".join(filter(None, (limit, said[-1500:], errors.strip()[-500:])))
+    if report["code"] == 0 and not tally.error:
         return "done", said[-2000:]
-    words = "\n".join(filter(None, (f"exit status {code}", said[-1500:], errors.strip()[-1500:])))
-    passes = code == EX_TEMPFAIL or (TRANSIENT.search(words) and not FINAL.search(words))
+    words = "\n".join(filter(None, (f"exit status {report['code']}", said[-1500:], errors.strip()[-1500:])))
+    passes = report["code"] == EX_TEMPFAIL or (TRANSIENT.search(words) and not FINAL.search(words))
     return "transient" if passes else "failed", words
 
 
@@ -254,14 +265,14 @@ class Watched:
         settings, private = workplace.settings, workplace.folder.parent / "tmp"
         self.errors = transcript.with_name(transcript.stem + ".stderr" + transcript.suffix)
         state, secrets = paths_in_home(settings)
-        terminals = [path for path in ("/dev/null", "/dev/zero", "/dev/tty", "/dev/ptmx", "/dev/pts") if os.path.exists(path)]
-        job = {"argv": argv, "env": environment_of(settings, private, workplace.seed), "cwd": str(workplace.folder),
+        devices = [path for path in ("/dev/null", "/dev/tty", "/dev/ptmx", "/dev/pts") if os.path.exists(path)]
+        job = {"argv": argv, "env": environment_of(workplace, private), "cwd": str(workplace.folder),
                "transcript": str(transcript.absolute()), "errors": str(self.errors.absolute()), "wall_s": wall_s,
                "output_bytes": MAX_OUTPUT_BYTES, "disk_bytes": MAX_DISK_BYTES, "n_files": MAX_FILES,
                "n_processes": MAX_PROCESSES, "watched": [str(workplace.folder), str(private)],
                "closed": [*map(str, workplace.closed), *secrets], "host": os.getpid(),
-               "writable": [str(workplace.folder), str(private), *state, *terminals],
-               "landlock": LAYER not in workplace.waived, "namespaces": True}
+               "writable": [str(workplace.folder), str(private), *state, *devices],
+               "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES}
         transcript.write_bytes(b"")
         self.report, self.begun, self.seconds, self.wall_s = {"end": "lost"}, time.monotonic(), 0.0, wall_s
         self.process = subprocess.Popen(
@@ -333,20 +344,17 @@ class Tally:
     version: str = ""
     words: str = ""                     # the last thing that the model said
     error: str = ""                     # the last error that was not followed by success
-    last_line: str = ""                 # that is no event
+    last_line: bytes = b""              # that is no event
     notes: tuple[str, ...] = ()
 
     def feed(self, line: bytes) -> None:
         """One line of output."""
-        line = line.strip()
-        if not line:
-            return
         try:
-            event = json.loads(line) if line[:1] == b"{" and len(line) <= MAX_LINE else None
+            event = json.loads(line) if line.startswith(b"{") and len(line) <= MAX_LINE else None
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            self.last_line = plain(line[-2000:].decode("utf-8", "replace"))
+            self.last_line = line if line.strip() else self.last_line
             return
         kind = event.get("type")
         if kind == "system":                                            # claude: its first event

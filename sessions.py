@@ -101,16 +101,16 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
             if attempt:
                 pause(PAUSE_S * 2 ** (attempt - 1))
             if request.usd_left is not None and request.bill.proposer_usd >= request.usd_left:
-                raise ProposerFailed(f"the proposer has spent ${request.bill.proposer_usd:.2f} in this iteration, and no "
-                                     f"more than ${max(0.0, request.usd_left):.2f} were left; see {request.notes}")
+                raise ProposerFailed(f"the proposer has spent ${request.bill.proposer_usd:.2f} in this iteration, and "
+                                     f"${max(0.0, request.usd_left):.2f} were left for it; see {request.notes}")
             candidates, session = hold_session(request, settings, run_agent, closed, guarded, waived)
             if candidates:
                 return candidates
             if session.end != "transient":
                 break
         failures.append(session.words.strip() or f"the session ended ({session.end}) and no slot was written")
-    raise ProposerFailed(f"the proposer left no candidate in {len(failures)} sessions in a row "
-                         f"(--max-proposer-failures); see {request.notes}. Its last words: {plain(failures[-1])[-2000:]}")
+    raise ProposerFailed(f"the proposer left no candidate in {len(failures)} sessions in a row (--max-proposer-"
+                         f"failures); see {request.notes}. Its last words: {plain(failures[-1])[-2000:]}")
 
 
 def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
@@ -145,20 +145,21 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
     if session.usd is None and settings.proposer_price and session.prompt_tok is not None:
         session = replace(session, usd=price_of(settings.proposer_price, session.prompt_tok, session.completion_tok))
     write_atomically(record, json.dumps(asdict(session) | {
-        "n_strays": len(strays), "strays": [plain(path)[:300] for path in strays[:N_STRAYS]], "tampered": changed[:N_STRAYS],
+        "n_strays": len(strays), "strays": [plain(path)[:300] for path in strays[:N_STRAYS]],
+        "tampered": changed[:N_STRAYS],
         "candidates": [asdict(candidate) for candidate in candidates if not changed]}, indent=1) + "\n")
     add_up(request.bill, request.notes)
     if changed:
-        raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(changed[:N_STRAYS])}: what "
-                          "decides a score is not its to write. Nothing of this session was taken")
+        raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(changed[:N_STRAYS])}: "
+                          "what decides a score is not its to write. Nothing of this session was taken")
     return candidates, session
 
 
 def prompt_for(workplace: Workplace) -> str:
     """What an agent is told first; all else is in task.md."""
     slots, first = ", ".join(f"{slot}.py" for slot in workplace.slots), workplace.slots[0]
-    return f"""Your working copy is {workplace.folder}. Read task.md there and do what it says. What was tried before is in
-archive/, a folder a cycle; what earlier sessions reported is in reports/.
+    return f"""Your working copy is {workplace.folder}. Read task.md there and do what it says. What was tried before is
+in archive/, a folder a cycle; what earlier sessions reported is in reports/.
 
 Write the new harnesses to {slots}, each a complete file, in the working copy itself. Then write proposal.json, a list
 with an entry for each of them:
@@ -189,8 +190,8 @@ def fill_folder(folder: Path, request: ProposalRequest) -> None:
 
 
 def stamps_of(folder: Path) -> dict[str, str]:
-    """path -> what no write leaves as it was, of all below `folder` but plain directories. Links are not followed, nothing
-    is opened, and after N_LOOKED_AT entries it stops, which is an entry too."""
+    """path -> what no write leaves as it was, of all below `folder` but plain directories. Links are not followed,
+    nothing is opened, and after N_LOOKED_AT entries it stops, which is an entry too."""
     found, open_ends, n_seen = {}, [""], 0
     while open_ends:
         below = open_ends.pop()
@@ -204,7 +205,7 @@ def stamps_of(folder: Path) -> dict[str, str]:
                     if stat.S_ISDIR(seen.st_mode):
                         open_ends.append(path)
                     else:
-                        found[path] = f"{seen.st_mode} {seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+                        found[path] = f"{seen.st_mode} {seen.st_size} {seen.st_ino} {seen.st_ctime_ns}"
         except OSError as error:                                # a folder that is closed, or too deep for a path
             found[below] = f"a folder that cannot be listed: {error.strerror}"
     return found
@@ -235,8 +236,8 @@ def plain(text: str) -> str:
 
 
 def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
-    """path -> what is in it, of these files and of all files below these folders, those below `but` left out. By sha256;
-    a file of more than BIG_BYTES by its size, inode and times (that of its last change no program can set back)."""
+    """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
+    and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
     found, open_ends = {}, [Path(path).absolute() for path in paths]
     while open_ends:
         path = open_ends.pop()

@@ -14,12 +14,12 @@ The agent is locked in before it is started, with jail.py's means; a layer that 
     rlimits         the size of a file, no core file; processes, where they are counted for it alone
     namespaces      (where allowed) own user and process ids
 
-Its network is left as it is, since it must reach its model. Nor is its memory limited, but if memory runs out the kernel
-takes it first.
+Its network is left as it is, since it must reach its model. Nor is its memory limited, but if memory runs out the
+kernel takes it first.
 
-The warden ends the agent when a limit is passed, when the run that started it is gone, and on SIGTERM.
-It is run by agent_cmd.py, in an empty environment, as `python -S -s -E -B warden.py`; the job is JSON on its standard input,
-what came of it is JSON on its standard output.
+The warden ends the agent when a limit is passed, when the run that started it is gone, and on SIGTERM. It is run by
+agent_cmd.py, in an empty environment, as `python -S -s -E -B warden.py`; the job is JSON on its standard input, what
+came of it is JSON on its standard output.
 """
 
 import errno
@@ -36,9 +36,11 @@ from pathlib import Path
 import jail
 
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEW_MOUNTS, NOSUID_NODEV_NOEXEC = 0x20000, 2 | 4 | 8
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15         # truncate, ioctl of a device
-TICK_S = 0.25                   # between two looks at the clock and at the agent's processes
+TICK_S = 0.05                   # between two looks at the clock and at how many processes there are
+COUNT_TICK_S = 1.0              # between two counts of its processes, which take longer
 DISK_TICK_S = 1.0               # between two looks at what it wrote
 CANNOT_START = 126              # exit code of an agent that was not started; the reason is on its standard error
 
@@ -85,6 +87,7 @@ def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, out
     try:
         jail.die_with(parent)
         os.setsid()
+        os.nice(10)                                     # behind the warden, and behind the run
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         limits = {"FSIZE": job["disk_bytes"], "CORE": 0}
@@ -120,6 +123,8 @@ def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, int, int,
         try:
             jail.die_with(0 if own_ids else me)         # in a namespace of its own its parent has no number
             jail.checked(jail.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+            if own_ids:
+                show_own_ids(ruleset)
             parent = os.getpid()
             agent = os.fork()
             if agent == 0:
@@ -139,6 +144,17 @@ def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, int, int,
     for descriptor in (status_in, out_in, err_in):
         os.close(descriptor)
     return first, status, out, err
+
+
+def show_own_ids(ruleset: int | None) -> None:
+    """A /proc with the process ids of this namespace. A container may refuse that; then `ps` is of no use in it."""
+    try:
+        jail.checked(jail.LIBC.unshare(CLONE_NEW_MOUNTS))
+        jail.checked(jail.LIBC.mount(b"proc", b"/proc", b"proc", NOSUID_NODEV_NOEXEC, None))
+        if ruleset is not None:
+            jail.allow(ruleset, "/proc", EXECUTE | READ_FILE | READ_DIR)
+    except OSError:
+        pass
 
 
 def descendants(root: int) -> list[int]:
@@ -161,9 +177,12 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end_all(first: int) -> None:
+def end_all(first: int, own_ids: bool) -> None:
     """Kills the first process, and all that are left, until none is."""
     os.kill(first, signal.SIGKILL)
+    if own_ids:
+        os.waitpid(first, 0)                            # returns when the kernel has ended all in the namespace
+        return
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -177,6 +196,12 @@ def end_all(first: int) -> None:
                 except OSError:
                     pass
         time.sleep(0.01)
+
+
+def threads_of_system() -> int:
+    """Quickly told: a hint that it is time to count."""
+    with open("/proc/loadavg", "rb") as file:
+        return int(file.read().split()[3].split(b"/")[1])
 
 
 def disk_use(folders: list[str], n_bytes: int, n_files: int) -> str:
@@ -204,7 +229,8 @@ def disk_use(folders: list[str], n_bytes: int, n_files: int) -> str:
 
 
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
-    """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}; `end` is "exit", or the limit it passed."""
+    """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}. `end` is "exit", or the limit that it passed;
+    `n_left`: processes that it left."""
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     first, status, out, err = start(job, ruleset, own_ids)
@@ -227,8 +253,8 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
         n_bytes += len(chunk)
         return bool(chunk)
 
-    begun = next_look = time.monotonic()
-    next_disk = begun + DISK_TICK_S
+    begun = next_count = time.monotonic()
+    next_disk, n_threads = begun + DISK_TICK_S, threads_of_system()
     while not end:
         for descriptor, _ in poller.poll(TICK_S * 1000):
             if descriptor == status:
@@ -243,22 +269,19 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
             end = "time"
         elif stopped or os.getppid() != job["host"]:
             end = "stopped"
-        elif not end and now >= next_look:
-            next_look = now + TICK_S
-            if len(descendants(first)) > job["n_processes"]:
-                end = "processes"
-            elif now >= next_disk:
-                next_disk = now + DISK_TICK_S
-                end = disk_use(job["watched"], job["disk_bytes"], job["n_files"])
-    n_left = len(descendants(first)) - (end != "exit")              # the agent itself is none that it left
-    end_all(first)
+        elif not end and (now >= next_count or threads_of_system() > n_threads + job["n_processes"]):
+            next_count = now + COUNT_TICK_S
+            end = "processes" if len(descendants(first)) > job["n_processes"] else ""
+        elif not end and now >= next_disk:
+            end = disk_use(job["watched"], job["disk_bytes"], job["n_files"])
+            next_disk = time.monotonic() + DISK_TICK_S
+    n_left = len(descendants(first)) if end == "exit" else 0        # else all of them were, and the limit says why
+    end_all(first, own_ids)
     for descriptor in (out, err):
         while n_bytes <= job["output_bytes"] and take(descriptor):
             pass
-    if n_bytes > job["output_bytes"]:
-        os.write(files[out], f"\n[cut here, after {job['output_bytes']:,} bytes]\n".encode())
-        end = "output"
-    return {"end": end, "code": code, "n_left": max(0, n_left), "n_bytes": n_bytes}
+    end = "output" if n_bytes > job["output_bytes"] else end
+    return {"end": end, "code": code, "n_left": n_left, "n_bytes": n_bytes}
 
 
 def main() -> None:
