@@ -217,11 +217,13 @@ def read_plain(path: Path) -> str | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with open(descriptor, "rb") as file:
+    try:
         seen = os.fstat(descriptor)
         if not stat.S_ISREG(seen.st_mode) or seen.st_size > MAX_SLOT_BYTES:
             return None
-        return file.read(MAX_SLOT_BYTES).decode("utf-8", "replace")
+        return os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
 
 
 def remove_tree(folder: Path) -> None:

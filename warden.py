@@ -229,8 +229,8 @@ def disk_use(folders: list[str], n_bytes: int, n_files: int) -> str:
 
 
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
-    """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}. `end` is "exit", or the limit that it passed;
-    `n_left`: processes that it left."""
+    """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}. `end` is "exit", or the limit that it
+    passed; `n_left`: processes that it left."""
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     first, status, out, err = start(job, ruleset, own_ids)
