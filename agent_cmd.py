@@ -172,9 +172,9 @@ def paths_in_home(settings: ProposerConfig) -> tuple[list[str], list[str]]:
     if settings.proposer_cmd in AGENTS:
         for name in AGENTS[settings.proposer_cmd].state.split():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
-            if name.endswith(".json"):
-                (home / name).touch(0o600)
-            else:
+            if name.endswith(".json") and not (home / name).exists():
+                (home / name).write_text("{}\n")
+            elif not name.endswith(".json"):
                 (home / name).mkdir(exist_ok=True)
     state = [home / name for agent in AGENTS.values() for name in agent.state.split()]
     if settings.proposer_cmd in AGENTS:
