@@ -64,7 +64,7 @@ class Agent:
 
 
 # The flags are those of Claude Code 2.1.197, Codex 0.171.0 and OpenCode 1.18.33, from their own --help. The warden is
-# the sandbox: Codex's own makes mounts, which Landlock forbids. No web tools for Claude Code: test sets are public.
+# the sandbox: Codex's own makes mounts, which Landlock forbids. None gets its web tools: test sets are public.
 AGENTS = {
     "claude": Agent(
         "claude -p 'Read the file {prompt_file} and do what it says.' --output-format stream-json --verbose "
@@ -75,7 +75,7 @@ AGENTS = {
         (("DISABLE_AUTOUPDATER", "1"), ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1"))),
     "codex": Agent(
         "codex exec --json --ephemeral --skip-git-repo-check --sandbox danger-full-access --color never --cd {dir} "
-        "--model {model} 'Read the file {prompt_file} and do what it says.'",
+        "-c 'web_search=\"disabled\"' --model {model} 'Read the file {prompt_file} and do what it says.'",
         "OPENAI_API_KEY OPENAI_BASE_URL CODEX_API_KEY CODEX_HOME", ".codex"),
     "opencode": Agent(
         "opencode run --format json --auto --pure --dir {dir} --model {model} "
@@ -83,7 +83,8 @@ AGENTS = {
         "OPENCODE_API_KEY OPENROUTER_API_KEY ANTHROPIC_API_KEY OPENAI_API_KEY GOOGLE_GENERATIVE_AI_API_KEY "
         "GEMINI_API_KEY GROQ_API_KEY DEEPSEEK_API_KEY MISTRAL_API_KEY XAI_API_KEY OPENCODE_CONFIG",
         ".local/share/opencode .local/state/opencode .config/opencode .cache/opencode",
-        (("OPENCODE_DISABLE_AUTOUPDATE", "1"),)),
+        (("OPENCODE_DISABLE_AUTOUPDATE", "1"),
+         ("OPENCODE_PERMISSION", '{"webfetch": "deny", "websearch": "deny"}'))),
 }
 
 
