@@ -35,8 +35,8 @@ from sessions import ROOT, ProposerConfig, Session, Workplace, plain, prompt_for
 
 LAYER = "proposer-landlock"             # to be named in --waive
 MAX_OUTPUT_BYTES = 20_000_000           # standard output and standard error together
-MAX_DISK_BYTES = 2_000_000_000          # a file, and the working copy with its temporary files
-MAX_FILES = 200_000                     # there
+MAX_DISK_BYTES = 2_000_000_000          # of a file, and of all that it adds to its copy and its temporary folder
+MAX_FILES = 200_000                     # that it adds there
 MAX_PROCESSES = 1000                    # threads count where the kernel counts for us
 MAX_LINE = 4 << 20                      # of its output that is looked at as JSON
 LOOK_S = 1.0                            # between two looks at what it cost so far
@@ -239,7 +239,7 @@ def limit_passed(report: dict, workplace: Workplace, ended_for_money: bool) -> s
         "time": f"it was ended after {workplace.settings.proposer_s:g} s (--proposer-s)",
         "output": f"it was ended when it had printed {MAX_OUTPUT_BYTES:,} bytes",
         "processes": f"it was ended when it had more than {MAX_PROCESSES:,} processes",
-        "disk": f"it was ended when its files passed {MAX_DISK_BYTES:,} bytes or {MAX_FILES:,} in number",
+        "disk": f"it was ended when its new files passed {MAX_DISK_BYTES:,} bytes or {MAX_FILES:,} in number",
         "hidden": "it was ended: it made a folder that cannot be looked into",
         "stopped": f"it was ended at its limit of ${workplace.usd}" if ended_for_money else "it was stopped",
         "refused": f"not started: Landlock is missing ({report.get('missing', {}).get('landlock')}); --waive {LAYER}",

@@ -94,7 +94,7 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
     the archive always is. waived: layers of the wall to do without."""
     request.notes.mkdir(parents=True, exist_ok=True)
     if earned := sweep_up(request):
-        return earned
+        return earned[:request.n_candidates]
     failures = []
     while len(failures) < settings.max_proposer_failures:
         for attempt in range(N_TRIES):

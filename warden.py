@@ -24,6 +24,7 @@ came of it is JSON on its standard output.
 
 import errno
 import json
+import math
 import os
 import resource
 import select
@@ -204,25 +205,24 @@ def threads_of_system() -> int:
         return int(file.read().split()[3].split(b"/")[1])
 
 
-def disk_use(folders: list[str], n_bytes: int, n_files: int) -> str:
-    """What is wrong with what lies in these folders; "" if nothing is. A folder that cannot be looked into is wrong."""
-    open_ends = list(folders)
+def disk_use(folders: list[str], max_bytes: float = math.inf, max_files: float = math.inf) -> tuple[str, int, int]:
+    """-> what is wrong with what lies in these folders, or ""; its bytes; its files, folders among them. A folder that
+    cannot be looked into is wrong."""
+    open_ends, n_bytes, n_files = list(folders), 0, 0
     while open_ends:
-        folder = open_ends.pop()
         try:
-            with os.scandir(folder) as entries:
+            with os.scandir(open_ends.pop()) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         open_ends.append(entry.path)
-                    n_bytes -= entry.stat(follow_symlinks=False).st_blocks * 512
-                    n_files -= 1
-                    if n_bytes < 0 or n_files < 0:
-                        return "disk"
-        except FileNotFoundError:
+                    n_bytes, n_files = n_bytes + entry.stat(follow_symlinks=False).st_blocks * 512, n_files + 1
+                    if n_bytes > max_bytes or n_files > max_files:
+                        return "disk", n_bytes, n_files
+        except FileNotFoundError:                       # removed meanwhile
             continue
         except OSError:
-            return "hidden"
-    return ""
+            return "hidden", n_bytes, n_files
+    return "", n_bytes, n_files
 
 
 # ---- a session ------------------------------------------------------------------------------------------------------
@@ -231,6 +231,7 @@ def disk_use(folders: list[str], n_bytes: int, n_files: int) -> str:
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}. `end` is "exit", or the limit that it
     passed; `n_left`: processes that it left."""
+    _, bytes_before, files_before = disk_use(job["watched"])
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     first, status, out, err = start(job, ruleset, own_ids)
@@ -273,7 +274,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
             next_count = now + COUNT_TICK_S
             end = "processes" if len(descendants(first)) > job["n_processes"] else ""
         elif not end and now >= next_disk:
-            end = disk_use(job["watched"], job["disk_bytes"], job["n_files"])
+            end, *_ = disk_use(job["watched"], bytes_before + job["disk_bytes"], files_before + job["n_files"])
             next_disk = time.monotonic() + DISK_TICK_S
     n_left = len(descendants(first)) if end == "exit" else 0        # else all of them were, and the limit says why
     end_all(first, own_ids)

@@ -67,7 +67,19 @@ def proposer(settings: ProposerConfig, **changes) -> partial:
                                         "pause": lambda seconds: None} | changes)
 
 
-def search_with(folder: Path, engine, sandbox, settings: ProposerConfig, proposing: dict | None = None, **changes):
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, engine, sandbox) -> Path:
+    """An archive whose h0 is scored."""
+    folder = tmp_path_factory.mktemp("begun") / "archive"
+    search_with(folder, engine, sandbox, None, SETTINGS).iterate()
+    return folder
+
+
+def search_with(folder: Path, engine, sandbox, begun: Path | None, settings: ProposerConfig,
+                proposing: dict | None = None, **changes):
+    """A search of 2 candidates an iteration on 4 tasks; where nothing is there yet, it goes on from `begun`."""
+    if begun and not folder.exists():
+        shutil.copytree(begun, folder)
     return make_search(folder, engine, sandbox, tasks=TASKS[:4], n_candidates=2,
                        proposer=proposer(settings, **proposing or {}), **changes)
 
@@ -409,8 +421,8 @@ LITTER = {
 
 
 @pytest.mark.parametrize("kind", LITTER)
-def test_only_plain_files_are_taken(tmp_path, kind, engine, sandbox):
-    search = search_with(tmp_path / "archive", engine, sandbox, replace(
+def test_only_plain_files_are_taken(tmp_path, kind, engine, sandbox, begun):
+    search = search_with(tmp_path / "archive", engine, sandbox, begun, replace(
         script_of(tmp_path, LITTER[kind]), max_proposer_failures=2))
     search.iterate()
     with pytest.raises(ProposerFailed, match="in 2 sessions in a row"):
@@ -430,8 +442,8 @@ for i in range(1500): os.mkdir("dddddddddd"); os.chdir("dddddddddd")
 """
 
 
-def test_a_mess_is_reported_and_removed(tmp_path, engine, sandbox):
-    search = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, MESS))
+def test_a_mess_is_reported_and_removed(tmp_path, engine, sandbox, begun):
+    search = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, MESS))
     search.iterate()
     candidate, = [outcome.candidate for outcome in search.iterate()]
     assert candidate.note.startswith("recovered") and candidate.parent == "h0"
@@ -464,7 +476,7 @@ def test_many_files_are_bounded_work(tmp_path, monkeypatch):
 def test_a_whole_search_and_its_repetition(tmp_path, engine, sandbox):
     histories = []
     for name in ("one", "two"):
-        search = search_with(tmp_path / name, engine, sandbox, script_of(tmp_path / f"{name}-s", GOOD),
+        search = search_with(tmp_path / name, engine, sandbox, None, script_of(tmp_path / f"{name}-s", GOOD),
                              {"closed": (ROOT, tmp_path / name), "guarded": tuple(scorer_paths())})
         for _ in range(3):
             search.iterate()
@@ -479,12 +491,12 @@ def test_a_whole_search_and_its_repetition(tmp_path, engine, sandbox):
     assert "I read 1 cycles" in (notes / "report.md").read_text() and "usd" in (notes / "transcript_1.txt").read_text()
 
 
-def test_it_sees_this_cycle_and_those_before(tmp_path, engine, sandbox):
+def test_it_sees_this_cycle_and_those_before(tmp_path, engine, sandbox, begun):
     runs = tmp_path / "run" / "harness"
-    first = search_with(runs / "cycle_01", engine, sandbox, script_of(tmp_path, GOOD))
+    first = search_with(runs / "cycle_01", engine, sandbox, begun, script_of(tmp_path, GOOD))
     first.iterate(), first.iterate(), first.accept()
     look = "find . -type f | sort > $TMPDIR/seen; cp $TMPDIR/seen report.md\n" + GOOD.replace("archive/*", "archive/cycle_02")
-    second = search_with(runs / "cycle_02", engine, sandbox, script_of(tmp_path, look.replace("> report.md", "> /dev/null")))
+    second = search_with(runs / "cycle_02", engine, sandbox, begun, script_of(tmp_path, look.replace("> report.md", "> /dev/null")))
     second.iterate(), second.iterate()
     seen = (runs / "cycle_02" / "sessions" / "iteration_02" / "report.md").read_text().split()
     assert {"./task.md", "./harness_api.py", "./archive/cycle_01/h1/traces.jsonl", "./archive/cycle_01/history.jsonl",
@@ -492,15 +504,15 @@ def test_it_sees_this_cycle_and_those_before(tmp_path, engine, sandbox):
     assert not [path for path in seen if "sessions" in path or "transcript" in path]
 
 
-def test_an_agent_that_edits_the_scorer_stops_the_search(tmp_path, engine, sandbox):
+def test_an_agent_that_edits_the_scorer_stops_the_search(tmp_path, engine, sandbox, begun):
     scorer = tmp_path / "scorer"
     scorer.mkdir()
     (scorer / "gates.py").write_text("passed = False\n")
     settings = script_of(tmp_path, GOOD + f"echo 'passed = True' > '{scorer}/gates.py'; touch '{scorer}/new.py'")
-    walled = search_with(tmp_path / "walled", engine, sandbox, settings, {"guarded": (scorer,)})
+    walled = search_with(tmp_path / "walled", engine, sandbox, begun, settings, {"guarded": (scorer,)})
     walled.iterate()
     assert len(walled.iterate()) == 2 and (scorer / "gates.py").read_text() == "passed = False\n"
-    open_ = search_with(tmp_path / "open", engine, sandbox, settings, {"guarded": (scorer,), "waived": (LAYER,)})
+    open_ = search_with(tmp_path / "open", engine, sandbox, begun, settings, {"guarded": (scorer,), "waived": (LAYER,)})
     open_.iterate()
     with pytest.raises(SearchError, match=r"(?s)changed .*gates.py.*new.py"):
         open_.iterate()
@@ -508,17 +520,17 @@ def test_an_agent_that_edits_the_scorer_stops_the_search(tmp_path, engine, sandb
     assert records(open_.folder)[0]["candidates"] == [] and len(records(open_.folder)[0]["tampered"]) == 2
     archive = replace(settings, proposer_cmd=script_of(
         tmp_path / "s2", f"echo x >> '{tmp_path}/arch/h0/score.json'; mkdir -p '{tmp_path}/arch/h9'").proposer_cmd)
-    search = search_with(tmp_path / "arch", engine, sandbox, archive, {"waived": (LAYER,)})
+    search = search_with(tmp_path / "arch", engine, sandbox, begun, archive, {"waived": (LAYER,)})
     search.iterate()
     with pytest.raises(SearchError, match="score.json"):
         search.iterate()
 
 
-def test_transient_failures_are_tried_again(tmp_path, engine, sandbox):
+def test_transient_failures_are_tried_again(tmp_path, engine, sandbox, begun):
     state = tmp_path / "outside"                        # what a session leaves in its copy is gone: waived, to remember
     script = f"echo x >> '{state}'; [ $(wc -l < '{state}') -gt 3 ] || {{ echo 'rate limit' >&2; exit 1; }}\n" + GOOD
     pauses = []
-    search = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, script), {
+    search = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, script), {
         "waived": (LAYER,), "pause": pauses.append})
     search.iterate()
     assert len(search.iterate()) == 2 and pauses == [5.0, 10.0, 20.0]
@@ -526,7 +538,7 @@ def test_transient_failures_are_tried_again(tmp_path, engine, sandbox):
     assert (search.bill.proposer_calls, search.bill.proposer_unpriced, search.bill.proposer_usd) == (4, 3, 0.25)
 
 
-def test_failures_in_a_row_stop_with_its_own_words_and_keep_the_bill(tmp_path, engine, sandbox):
+def test_failures_in_a_row_stop_with_its_own_words_and_keep_the_bill(tmp_path, engine, sandbox, begun):
     words = "echo '{\"usd\": 0.5}'; echo 'I am out of ideas' >&2; exit 4"
     asked = []
 
@@ -534,54 +546,54 @@ def test_failures_in_a_row_stop_with_its_own_words_and_keep_the_bill(tmp_path, e
         asked.append(request)
         return propose_by_agent(request, **kwargs)
 
-    search = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, words))
+    search = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, words))
     search.proposer = partial(remembering, **search.proposer.keywords)
     search.iterate()
     with pytest.raises(ProposerFailed, match="I am out of ideas"):
         search.iterate()
     assert (asked[0].bill.proposer_calls, asked[0].bill.proposer_usd) == (3, 1.5)
     assert not (search.folder / "iteration_02.json").exists()
-    again = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, GOOD))
+    again = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, GOOD))
     again.iterate(), again.iterate()                    # the earlier sessions are on its bill
     assert (again.bill.proposer_calls, again.bill.proposer_usd) == (4, 1.75)
 
 
-def test_a_killed_search_goes_on_without_asking_again(tmp_path, engine, sandbox):
+def test_a_killed_search_goes_on_without_asking_again(tmp_path, engine, sandbox, begun):
     class Killed(BaseException):
         pass
 
-    whole = search_with(tmp_path / "whole", engine, sandbox, script_of(tmp_path, GOOD))
+    whole = search_with(tmp_path / "whole", engine, sandbox, begun, script_of(tmp_path, GOOD))
     whole.iterate(), whole.iterate()
 
     def die(request, **kwargs):                         # after the session, before anything of it is written
         propose_by_agent(request, **kwargs)
         raise Killed
 
-    search = search_with(tmp_path / "killed", engine, sandbox, script_of(tmp_path, GOOD))
+    search = search_with(tmp_path / "killed", engine, sandbox, begun, script_of(tmp_path, GOOD))
     search.proposer = partial(die, **search.proposer.keywords)
     search.iterate()
     with pytest.raises(Killed):
         search.iterate()
-    again = search_with(tmp_path / "killed", engine, sandbox, script_of(tmp_path, "echo asked again; exit 1"))
+    again = search_with(tmp_path / "killed", engine, sandbox, begun, script_of(tmp_path, "echo asked again; exit 1"))
     again.iterate(), again.iterate()
     assert len(records(again.folder)) == 1 and again.bill.proposer_usd == 0.25
     assert (tmp_path / "killed" / "history.jsonl").read_bytes() == (tmp_path / "whole" / "history.jsonl").read_bytes()
 
 
-def test_killed_in_the_middle_of_a_session(tmp_path, engine, sandbox):
+def test_killed_in_the_middle_of_a_session(tmp_path, engine, sandbox, begun):
     class Killed(BaseException):
         pass
 
     def die(workplace):
         raise Killed
 
-    search = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, GOOD))
+    search = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, GOOD))
     search.proposer = partial(search.proposer, run_agent=die)
     search.iterate()
     with pytest.raises(Killed):
         search.iterate()
     assert [row["end"] for row in records(search.folder)] == ["running"]
-    again = search_with(tmp_path / "archive", engine, sandbox, script_of(tmp_path, GOOD))
+    again = search_with(tmp_path / "archive", engine, sandbox, begun, script_of(tmp_path, GOOD))
     again.iterate(), again.iterate()
     assert [row["end"] for row in records(search.folder)] == ["killed", "done"]
     assert (again.bill.proposer_calls, again.bill.proposer_unpriced, again.bill.proposer_usd) == (2, 1, 0.25)
