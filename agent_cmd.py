@@ -161,7 +161,8 @@ def environment_of(workplace: Workplace, private: Path) -> dict[str, str]:
              *(agent.keys.split() if agent else ())}
     passed = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
     return passed | dict(agent.env if agent else ()) | {
-        "TMPDIR": str(private), "CLAUDE_CODE_TMPDIR": str(private), "WHALE_SEED": str(workplace.seed),
+        "TMPDIR": str(private), "CLAUDE_CODE_TMPDIR": str(private),
+        "WHALE_SEED": str(workplace.seed % (1 << 31)),                  # a shell can reckon with it
         "WHALE_SLOTS": " ".join(workplace.slots)}
 
 

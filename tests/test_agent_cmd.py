@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import agent_cmd
+import jail
 import sessions
 import test_harness_search as small
 import warden
@@ -218,42 +219,50 @@ def test_a_good_session(tmp_path):
     assert not [note for note in session.notes if "namespaces" not in note]
 
 
-def test_what_the_wall_holds(tmp_path, both_ways, monkeypatch):
-    monkeypatch.setenv("WHALE_JUDGE_KEY", CANARY)
-    secret = tmp_path / "references"
-    secret.mkdir()
-    (secret / "test.jsonl").write_text(CANARY)
-    (tmp_path / "open.txt").write_text("may be read")
-    ours = socket.socket(socket.AF_UNIX)
-    ours.bind(f"\0{CANARY}")
-    ours.listen()
-    script = f"""
-cat '{tmp_path}/open.txt' > $1/seen
-cat '{secret}/test.jsonl' >> $1/seen
-ls '{secret}' '{ROOT}' >> $1/seen
-cat '{ROOT}/sessions.py' >> $1/seen
-ln -s '{secret}' $1/link; cat $1/link/test.jsonl >> $1/seen
-for pid in {os.getpid()} $PPID; do for name in environ mem maps cwd/sessions.py root/etc/passwd fd/0; do
-  cat /proc/$pid/$name >> $1/seen; done; kill -9 $pid && echo killed >> $1/seen; done
-echo bad > '{tmp_path}/escape'; echo bad >> '{ROOT}/sessions.py'; echo bad > /tmp/{CANARY}; echo bad > /dev/shm/{CANARY}
-echo bad > $HOME/{CANARY}; mv $1 $1.old
-python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect("\\0{CANARY}"); print("reached")' >> $1/seen
-ulimit -n > /dev/null; echo ok > $TMPDIR/mine; cat $TMPDIR/mine >> $1/seen; ls /proc/self/fd > $1/fds
-grep CapEff /proc/self/status >> $1/seen
+ATTACKS = r"""
+cat '@TMP@/open.txt' > $1/seen
+cat '@TMP@/references/test.jsonl' >> $1/seen
+ls '@TMP@/references' >> $1/seen
+ln -s '@TMP@/references' $1/link; cat $1/link/test.jsonl >> $1/seen
+for pid in @HOST@ $PPID; do for name in environ maps cwd/sessions.py root/etc/hostname fd/0; do
+  [ -e /proc/$pid/$name ] && timeout 1 cat /proc/$pid/$name >> $1/seen; done; done
+for place in '@TMP@' /tmp /dev/shm $HOME; do echo bad > "$place/@CANARY@" && echo "wrote" >> $1/seen; done
+@SCOPED@ && kill -0 @HOST@ && echo signalled >> $1/seen
+@SCOPED@ && python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect("\0@CANARY@"); print("reached")' >> $1/seen
+echo ok > $TMPDIR/mine; cat $TMPDIR/mine >> $1/seen; ls /proc/self/fd > $1/fds; grep CapEff /proc/self/status >> $1/seen
 """
-    session, copy = hold(tmp_path, script, closed=(ROOT, secret))
-    ours.close()
-    assert (copy / "seen").read_text() == "may be readok\nCapEff:\t0000000000000000\n", session
-    assert (copy / "fds").read_text().split() == ["0", "1", "2", "3"]              # 3: of ls itself
-    assert not (tmp_path / "escape").exists() and not Path(f"/tmp/{CANARY}").exists()
-    assert CANARY not in (tmp_path / "transcript.stderr.txt").read_text().replace(f"/{CANARY}", "").replace(
-        f"\\0{CANARY}", "")
 
 
-def test_waived_it_reads_all_and_says_so(tmp_path):
-    (tmp_path / "test.jsonl").write_text("a reference")
-    session, copy = hold(tmp_path, f"cat '{tmp_path}/test.jsonl' > $1/seen", closed=(tmp_path,), waived=(LAYER,))
-    assert (copy / "seen").read_text() == "a reference" and any(LAYER in note for note in session.notes)
+@pytest.mark.parametrize("walled", [True, False])
+def test_what_the_wall_holds(tmp_path, both_ways, monkeypatch, walled):
+    """And what gets through where it is waived: the same attacks."""
+    (tmp_path / "references").mkdir()
+    (tmp_path / "references" / "test.jsonl").write_text("the references")
+    (tmp_path / "open.txt").write_text("may be read")
+    is_scoped = jail.syscall(jail.LANDLOCK_CREATE, None, 0, 1) >= 6             # Linux 6.12
+    script = ATTACKS
+    for name, value in {"TMP": tmp_path, "HOST": os.getpid(), "CANARY": CANARY,
+                        "SCOPED": "true" if is_scoped else "false"}.items():
+        script = script.replace(f"@{name}@", str(value))
+    try:
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.bind(f"\0{CANARY}")
+            ours.listen()
+            session, copy = hold(tmp_path, script, closed=(ROOT, tmp_path / "references"),
+                                 waived=() if walled else (LAYER,))
+        seen = (copy / "seen").read_text()
+        if walled:
+            assert seen == "may be readok\nCapEff:\t0000000000000000\n", session
+            assert (copy / "fds").read_text().split() == ["0", "1", "2", "3"]           # 3: of ls itself
+        else:
+            assert seen.count("the references") == 2 and seen.count("wrote") == 4
+            assert not is_scoped or "reached" in seen and (agent_cmd.NAMESPACES or "signalled" in seen)
+            # an agent of root has no capabilities, so that the kernel keeps it from root's own processes all the same
+            assert "PATH=" in seen or os.getuid() == 0 or agent_cmd.NAMESPACES
+            assert any(LAYER in note for note in session.notes)
+    finally:
+        for place in ("/tmp", "/dev/shm", os.environ["HOME"]):
+            Path(place, CANARY).unlink(missing_ok=True)
 
 
 def test_never_ending_is_ended(tmp_path, both_ways):
@@ -346,12 +355,21 @@ def test_the_end_of_the_run_is_the_end_of_the_agent(tmp_path, sign, monkeypatch)
 
 
 def test_the_end_of_the_warden_is_the_end_of_the_agent(tmp_path):
+    if not has_namespaces():
+        pytest.skip("no process-id namespace here: what the agent put into the background stays")
     job = {"argv": ["sh", "-c", "(setsid sleep 7775 &) ; sleep 7775"], "env": {"PATH": os.environ["PATH"]}, "cwd": "/"}
     process = start_warden(job, tmp_path)
     wait_until(lambda: len(alive("sleep 7775")) >= 2, 10)
     process.kill()
     process.wait()
     wait_until(lambda: not alive("sleep 7775"), 10)
+
+
+def has_namespaces() -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(bool(jail.enter_namespaces(jail.CLONE_NEW_USER_PID)))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def wait_until(is_so, seconds: float) -> None:
@@ -394,7 +412,7 @@ def test_as_an_ordinary_user(namespaces):
         process = start_warden(job, work, folder, NOBODY)
         report = json.loads(process.stdout.read())
         # in a namespace of its own the warden may look into a closed folder; else it ends who makes one
-        assert report["end"] == ("exit" if namespaces else "hidden"), report
+        assert report["end"] == ("hidden" if "namespaces" in report["missing"] else "exit"), report
         assert process.wait(10) == 0 and not alive("sleep 7776")
         assert (work / "b").exists() and not (secret / "y").exists() and CANARY not in (work / "out").read_text()
         assert "Permission denied" in (work / "err").read_text()
