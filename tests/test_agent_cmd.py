@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -395,7 +396,8 @@ def start_warden(job: dict, folder: Path, where: Path = ROOT, user: int | None =
 @pytest.mark.skipif(os.getuid() != 0, reason="to be another user takes root; as an ordinary user the other tests are it")
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_as_an_ordinary_user(namespaces):
-    folder = Path(subprocess.run(["mktemp", "-d", "/tmp/whale-test-XXXXXX"], capture_output=True, text=True).stdout.strip())
+    folder = Path(tempfile.mkdtemp(prefix="whale-test-", dir="/tmp"))
+    own = subprocess.Popen(["sleep", "7777"], env={"KEY": CANARY}, user=NOBODY, group=NOBODY, extra_groups=[])
     try:
         for name in ("warden.py", "jail.py", "harness_api.py"):
             shutil.copy(ROOT / name, folder)
@@ -405,7 +407,8 @@ def test_as_an_ordinary_user(namespaces):
             os.chown(path, NOBODY, NOBODY)
         folder.chmod(0o755)
         (secret / "x").write_text(CANARY)
-        script = f"""cat {secret}/x; echo a > {folder}/work/b; echo bad > {secret}/y; cat /proc/{os.getpid()}/environ
+        script = f"""cat {secret}/x; echo a > {folder}/work/b; echo bad > {secret}/y; cat /proc/{own.pid}/environ
+kill -0 {own.pid} && echo signalled
 (setsid sleep 7776 &) ; mkdir d; chmod 000 d; sleep 2.5; echo late"""
         job = {"argv": ["sh", "-c", script], "env": {"PATH": "/usr/bin:/bin"}, "cwd": str(work), "watched": [str(work)],
                "closed": [str(secret)], "writable": [str(work), "/dev/null"], "namespaces": namespaces}
@@ -415,8 +418,11 @@ def test_as_an_ordinary_user(namespaces):
         assert report["end"] == ("hidden" if "namespaces" in report["missing"] else "exit"), report
         assert process.wait(10) == 0 and not alive("sleep 7776")
         assert (work / "b").exists() and not (secret / "y").exists() and CANARY not in (work / "out").read_text()
-        assert "Permission denied" in (work / "err").read_text()
+        assert "Permission denied" in (work / "err").read_text() and "signalled" not in (work / "out").read_text()
+        assert (Path("/proc") / str(own.pid) / "environ").read_text().startswith(f"KEY={CANARY}")
     finally:
+        own.kill()
+        own.wait()
         sessions.remove_tree(folder)
 
 
