@@ -22,6 +22,7 @@ import stat
 import subprocess
 import tempfile
 import time
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
         opened = fingerprint((request.folder, *guarded), request.notes.parent)
     finally:
         remove_tree(folder)
-    changed = sorted(path for path in sealed.keys() | opened.keys() if sealed.get(path) != opened.get(path))
+    changed = sorted(plain(path) for path in sealed.keys() | opened.keys() if sealed.get(path) != opened.get(path))
     if session.usd is None and settings.proposer_price and session.prompt_tok is not None:
         session = replace(session, usd=price_of(settings.proposer_price, session.prompt_tok, session.completion_tok))
     write_atomically(record, json.dumps(asdict(session) | {
@@ -234,20 +235,22 @@ def remove_tree(folder: Path) -> None:
 
 def plain(text: str) -> str:
     """Text that can be written and shown: no lone surrogate, and no escape code that would drive a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return "".join("\ufffd" if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c for c in text)
 
 
 def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
     """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
     and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
-    found, open_ends = {}, [Path(path).absolute() for path in paths]
+    found, open_ends = {}, [Path(path).resolve() for path in paths]
     while open_ends:
         path = open_ends.pop()
-        if path == but or path.name == "__pycache__":
+        if path.name == "__pycache__" or but and path == but.resolve():
             continue
         try:
             seen = path.stat()
-            if stat.S_ISDIR(seen.st_mode):
+            if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
+                found[str(path)] = f"link to {path.readlink()}"
+            elif stat.S_ISDIR(seen.st_mode):
                 open_ends += path.iterdir()
             elif seen.st_size > BIG_BYTES:
                 found[str(path)] = f"{seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"

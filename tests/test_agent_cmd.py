@@ -366,6 +366,24 @@ def test_the_end_of_the_warden_is_the_end_of_the_agent(tmp_path):
     wait_until(lambda: not alive("sleep 7775"), 10)
 
 
+def test_without_landlock_the_agent_is_not_started(tmp_path):
+    text = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import warden
+def missing(*paths): raise OSError(38, 'Function not implemented')
+warden.make_ruleset = missing
+warden.main()
+"""
+    job = {"closed": [], "writable": [], "landlock": True, "argv": ["touch", f"{tmp_path}/started"]}
+    run = subprocess.run([sys.executable, "-c", text], input=json.dumps(job), text=True, capture_output=True)
+    report = json.loads(run.stdout)
+    assert report["end"] == "refused" and not (tmp_path / "started").exists()
+    workplace = Workplace(tmp_path, ("h1",), tmp_path / "t", SETTINGS, None)
+    end, words = agent_cmd.judge(report, agent_cmd.limit_passed(report, workplace, False), Tally(), "")
+    assert end == "failed" and "not implemented" in words and LAYER in words
+
+
 def has_namespaces() -> bool:
     pid = os.fork()
     if pid == 0:
@@ -630,6 +648,7 @@ def test_fingerprint(tmp_path, monkeypatch):
     (tmp_path / "a" / "big").write_text("x" * 200)
     (tmp_path / "a" / "sessions").mkdir()
     (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "a" / "round").symlink_to(tmp_path)
     before = fingerprint([tmp_path], tmp_path / "a" / "sessions")
     (tmp_path / "a" / "sessions" / "note").write_text("its own")
     seen = (tmp_path / "a" / "big").stat()
