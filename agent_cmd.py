@@ -31,7 +31,7 @@ from pathlib import Path
 
 import jail
 from rundir import UsageError
-from sessions import ROOT, ProposerConfig, Session, Workplace, plain, prompt_for, read_plain
+from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, plain, prompt_for, read_plain
 
 LAYER = "proposer-landlock"             # to be named in --waive
 MAX_OUTPUT_BYTES = 20_000_000           # standard output and standard error together
@@ -128,13 +128,10 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> No
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)} is not above 0")
     if not 0 <= settings.proposer_usd < math.inf:
         raise UsageError(f"--proposer-usd {settings.proposer_usd} is not 0 (no limit) or above")
-    if settings.proposer_price:
-        try:
-            prices = [float(price) for price in settings.proposer_price.split(",")]
-        except ValueError:
-            prices = []
-        if len(prices) != 2 or not all(0 <= price < math.inf for price in prices):
-            raise UsageError(f"--proposer-price {settings.proposer_price}: give IN,OUT, $ a million tokens, e.g. 5,25")
+    try:
+        parse_price(settings.proposer_price or "0,0")
+    except ValueError as error:
+        raise UsageError(f"--proposer-price {settings.proposer_price}: {error}") from None
     if settings.proposer != "cmd":
         return
     program = words_of(settings)[0]

@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import sched
+from acceptance import ACCEPT, kept_rollouts
 from envs import ENVS
-from proposers import propose_by_rules
+from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig
 from rundir import UsageError, sha256
 from sandbox import Limits
 from search_answer import Judge
+from sessions import ProposerConfig
 from tasks import Task, check_disjoint
 
 ROOT = Path(__file__).resolve().parent
@@ -95,7 +97,22 @@ class Config:
     gpu_memory_frac: float = 0.5            # vllm: of a GPU's memory while it samples; the trainer has the rest
     urls: str = ""                          # server: comma-separated URLs of vLLM or OpenAI-compatible servers
     share: str = ""                         # server: a folder that they see too, for weights; "": in the run directory
-    proposer: str = "rules"
+    # who writes new harnesses, what that may cost, and which is accepted
+    proposer: str = "rules"                 # rules: embedded; cmd: a coding agent; api: a model behind a chat endpoint
+    proposer_cmd: str = "claude"            # claude, codex, opencode, or a command with {dir}, {prompt_file}, {model}
+    proposer_model: str = ""                # the name that the command or the endpoint knows
+    proposer_url: str = ""                  # api: an OpenAI-compatible endpoint; its key is in WHALE_PROPOSER_KEY
+    proposer_price: str = ""                # IN,OUT: $ a million tokens, where the proposer does not report its cost
+    proposer_s: float = 2400.0              # wall limit of a session
+    proposer_usd: float = 0.0               # money limit of a session; 0: none
+    proposer_env: str = ""                  # cmd: more environment variables that it may see, comma-separated
+    max_proposer_failures: int = 3          # sessions in a row without a candidate that stop the run
+    accept: str = "best"                    # best: the highest score, as in the paper; race; confirm (acceptance.py)
+    model_price: str = ""                   # IN,OUT: $ a million tokens, what the servers at --urls charge
+    max_rollouts: int = 0                   # caps of the harness search, rollouts of gates included; 0: none
+    max_proposals: int = 0                  # candidates
+    max_cost: float = 0.0                   # $, all that is paid for; needs known prices
+    # machinery again
     waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
     track: str = ""                         # wandb, trackio or tensorboard: a live copy of metrics.jsonl
 
@@ -122,18 +139,22 @@ DOMAIN_PRESETS = {                          # where a domain differs
     ("tiny", "chess"): dict(epochs=1.25, patience_epochs=0.375, prompt_batch=64, lr=5e-4, max_calls=12, max_len=1536),
 }
 CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
-           "preset": tuple(PRESETS), "proposer": ("rules",), "method": sched.METHODS,
+           "preset": tuple(PRESETS), "proposer": PROPOSERS, "method": sched.METHODS, "accept": ACCEPT,
            "select": ("test", "harness-set"), "finish": ("budget", "harness"),
            "track": ("", "wandb", "trackio", "tensorboard")}
-PROPOSERS = {"rules": propose_by_rules}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
 FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
-                  "gradient_checkpointing"}
+                  "gradient_checkpointing", "proposer_price", "proposer_s", "proposer_usd", "proposer_env",
+                  "model_price", "max_proposer_failures", "max_rollouts", "max_proposals", "max_cost"}
 
 
 def train_config(cfg: Config) -> TrainConfig:
     return TrainConfig(**{knob.name: getattr(cfg, knob.name) for knob in fields(TrainConfig)})
+
+
+def proposer_config(cfg: Config) -> ProposerConfig:
+    return ProposerConfig(**{knob.name: getattr(cfg, knob.name) for knob in fields(ProposerConfig)})
 
 
 def rollout_config(cfg: Config) -> RolloutConfig:
@@ -158,7 +179,8 @@ def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
         n_steps("--patience-epochs", cfg.patience_epochs, cfg, n_train)
     if cfg.eval_epochs:
         n_steps("--eval-epochs", cfg.eval_epochs, cfg, n_train)
-    least = 2 * n_harness_tasks if cfg.method == "harness" else least_weight_step(cfg)
+    least_search = 2 * n_harness_tasks + kept_rollouts(cfg.accept, n_harness_tasks)
+    least = least_search if cfg.method == "harness" else least_weight_step(cfg)
     if budget < least:
         raise UsageError(f"--rollouts {budget}: {cfg.method} needs at least {least} to begin")
     if cfg.finish == "harness" and cfg.method not in ALTERNATING:
@@ -175,7 +197,7 @@ def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
     planned = sched.planned_rollouts(
         n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
         cfg.candidates, n_harness_tasks, cfg.cycles)
-    return cfg.rollouts or planned
+    return cfg.rollouts or planned + cfg.cycles * kept_rollouts(cfg.accept, n_harness_tasks)
 
 
 def read_file(path: str) -> str:
@@ -213,6 +235,12 @@ def make_env(cfg: Config):
         return ENVS[cfg.domain](cfg.retriever, open_judge(cfg)) if cfg.domain == "search" else ENVS[cfg.domain]()
     except (ValueError, OSError) as error:
         raise UsageError(f"--retriever {cfg.retriever}: {error}") from None
+
+
+def secret_paths(cfg: Config) -> tuple[Path, ...]:
+    """What a proposer must not read: the references, and the runs, whose files hold graded test rollouts."""
+    given = (re.sub(r"\[\d*:\d*\]$", "", value) for value in (cfg.train, cfg.harness_set, cfg.test) if value)
+    return tuple(Path(path).resolve() for path in (ROOT, cfg.out, *given))
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:

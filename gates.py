@@ -36,6 +36,7 @@ QUESTION_WORDS = 12     # so many words in a row give a question away; of a shor
 COMMON = 3              # words that stand in more questions than this are the language of the domain, not a question
 ANSWER_TABLE = 6        # so many constants of two or more characters that equal answers are a table of answers
 N_PROBE_TASKS = 4
+N_GATE_ROLLOUTS = 2     # of the model, a candidate, at most
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer, model: Callable[[str], str]):
         self.tokenizer, self.model, self.version, self.exact = tokenizer, model, -1, True
+        self.max_len = 1 << 30
         self.reset()
 
     def reset(self) -> None:

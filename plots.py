@@ -2,10 +2,12 @@
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -76,26 +78,53 @@ class Figures:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4 if size == "narrow" else 8))
-        axes.grid(color=INK, alpha=0.2)
-        axes.tick_params(colors=INK, which="both")
-        axes.xaxis.label.set_color(INK)
-        axes.yaxis.label.set_color(INK)
-        for name, spine in axes.spines.items():
-            spine.set_color(INK)
-            spine.set_visible(name in ("left", "bottom"))
+        ink(axes)
         figure.legend(handles=handles, loc="outside lower center", ncols=2 if size == "narrow" else 3, frameon=False,
                       labelcolor=INK, fontsize=9)
         return figure
 
     def svg(self, size: str) -> str:
-        """For a page: text stays text, and ink takes the colour of the text around it."""
-        buffer = io.StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": size, "font.family": "sans-serif"}):
-            self.draw(size).savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        svg = buffer.getvalue()[buffer.getvalue().index("<svg"):].replace(INK, "currentColor")
-        svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{size}-", svg)                     # two sizes on one page
-        return re.sub(r'<svg ([^>]*?)width="[^"]*" ', r'<svg \1', re.sub(r'(<svg [^>]*?)height="[^"]*" ', r"\1", svg))
+        return to_svg(lambda: self.draw(size), size)
 
     def save_png(self, path: Path) -> None:
         with matplotlib.rc_context({"font.family": "sans-serif"}):
             self.draw("wide").savefig(path, format="png", dpi=150, facecolor="white", metadata={"Software": None})
+
+
+def ink(axes: Axes) -> None:
+    axes.grid(color=INK, alpha=0.2)
+    axes.tick_params(colors=INK, which="both")
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    for name, spine in axes.spines.items():
+        spine.set_color(INK)
+        spine.set_visible(name in ("left", "bottom"))
+
+
+def to_svg(draw: Callable[[], Figure], prefix: str) -> str:
+    """For a page: text stays text, and ink takes the colour of the text around it. `prefix`: of ids, one a figure."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix, "font.family": "sans-serif"}):
+        draw().savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()[buffer.getvalue().index("<svg"):].replace(INK, "currentColor")
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)                     # several figures on one page
+    return re.sub(r'<svg ([^>]*?)width="[^"]*" ', r'<svg \1', re.sub(r'(<svg [^>]*?)height="[^"]*" ', r"\1", svg))
+
+
+def front_svg(points: list[tuple[str, float, float]], front: set[str], prefix: str) -> str:
+    """Scores over sampled tokens a rollout, of (name, score, tokens); those of the Pareto front named and joined."""
+    def draw() -> Figure:
+        figure = Figure(figsize=(5.2, 3.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        best = sorted((tok, score, name) for name, score, tok in points if name in front)
+        axes.plot([tok for _, _, tok in points], [score for _, score, _ in points], "x", color=COLOURS[1], ms=5)
+        x, y = [tok for tok, _, _ in best], [score for _, score, _ in best]
+        axes.step(x, y, "o-", where="post", color=COLOURS[0], ms=5)
+        for tok, score, name in best:
+            axes.annotate(name, (tok, score), (4, 4), textcoords="offset points", color=INK, fontsize=9)
+        axes.set_xlabel("sampled tokens a rollout")
+        axes.set_ylabel("score on D_harness")
+        ink(axes)
+        return figure
+    return to_svg(draw, prefix)

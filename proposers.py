@@ -1,5 +1,9 @@
 """The proposers: who writes new harness files. A proposer is a function from `ProposalRequest` to candidates.
 
+- rules     the embedded one, below
+- cmd       a coding agent, as one command (agent_cmd.py)
+- api       a model behind a chat endpoint, with an agent of our own (agent_api.py)
+
 `propose_by_rules`, the embedded one, is a rule-based stand-in for a coding agent: it reads the archive's traces, counts
 why rollouts failed, and writes complete new files that combine known mechanisms, each with a hypothesis that the counts
 of its own score can prove wrong. It is deterministic for a seed. It cannot invent a mechanism; when it has tried all
@@ -12,14 +16,29 @@ import json
 import random
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 from envs import ENVS
 from gates import program_of
 from harness_search import Candidate, ProposalRequest, select_best
 from mechanisms import SAID, Mechanism, mechanisms_of, n_calls, render
 from rollout import derive_seed
+from sessions import ProposerConfig, propose_by_agent
 
+PROPOSERS = ("rules", "cmd", "api")
+
+
+def make_proposer(settings: ProposerConfig,
+                  closed: tuple[Path, ...] = ()) -> Callable[[ProposalRequest], list[Candidate]]:
+    """The one that --proposer names. `closed`: what an agent must not read, as it holds the references."""
+    if settings.proposer == "rules":
+        return propose_by_rules
+    from agent_api import run_api_agent
+    from agent_cmd import run_command_agent
+    run_agent = {"cmd": run_command_agent, "api": run_api_agent}[settings.proposer]
+    return partial(propose_by_agent, settings=settings, run_agent=run_agent, closed=closed)
 
 
 def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mechanism]) -> frozenset[str]:

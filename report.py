@@ -18,7 +18,8 @@ from pathlib import Path
 
 import jinja2
 
-from plots import Dots, Figures, Series
+from acceptance import pareto_front
+from plots import Dots, Figures, Series, front_svg
 from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
 from screen import LEDGER_TITLES, ledger_cells
 from stats import bootstrap_ci
@@ -198,37 +199,44 @@ def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
 def cycle_of(folder: Path) -> dict:
     """One archive as a tree: each candidate under its parent."""
     rows = list(iter_jsonl(folder / "history.jsonl"))
-    accepted = read_text(folder / "accepted.txt").strip() if (folder / "accepted.txt").exists() else ""
-    traces = {row["name"]: folder / row["name"] / "traces.jsonl" for row in rows if not row["refused"]}
-    rewards = {name: rewards_of(path, path.stat().st_mtime_ns if path.exists() else 0) for name, path in traces.items()}
-    best = max((row["mean"] for row in rows if not row["refused"]), default=0)
-    if any(row["mean"] < best for row in rows if row["name"] == accepted):
-        accepted = ""                   # of an earlier phase of this archive, and the search has gone on since
+    accepted, why, rule = "", "", ""
+    if (folder / "accepted.txt").exists():
+        record = read_json(folder / "acceptance.json")
+        if record["n_candidates"] == len(rows):             # else of an earlier phase, and the search has gone on since
+            accepted, why, rule = record["name"], record["why"], record["rule"]
+    scores = {row["name"]: folder / row["name"] / "score.json" for row in rows if not row["refused"]}
+    rewards = {name: rewards_of(path, path.stat().st_mtime_ns if path.exists() else 0) for name, path in scores.items()}
+    whole = [row for row in rows if not row["refused"] and not row["stopped"]]
+    best = max((row["mean"] for row in whole), default=0)
+    points = [(row["name"], row["mean"], row["tok_a_rollout"]) for row in whole]
+    front = pareto_front(points)
     children: dict[str, list[dict]] = {}
     for row in rows:
         file = folder / row["name"] / "harness.py"
         over = [] if row["refused"] or not row["parent"] else [
-            a - b for a, b in zip(rewards[row["name"]], rewards["h0"], strict=True)]
+            reward - rewards["h0"][task] for task, reward in rewards[row["name"]].items()]
         children.setdefault(row["parent"], []).append({
-            **row, "accepted": row["name"] == accepted,
+            **row, "accepted": row["name"] == accepted, "on_front": row["name"] in front,
             "verdict": "accepted" if row["name"] == accepted else "refused" if row["refused"] else
-            "the incoming harness" if not row["parent"] else "not the best" if row["mean"] < best else
-            "a tie, by more calls or later" if accepted else "best so far",
+            "stopped early" if row["stopped"] else "the incoming harness" if not row["parent"] else
+            "not the best" if row["mean"] < best else "best so far" if not accepted else
+            "a tie, by more calls or later" if rule != "confirm" else "not confirmed",
             "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over else None,
             "changes": failure_changes(rows, row), "source": read_text(file),
-            "diff": diff_of(folder / row["parent"] / "harness.py", file) if row["parent"] in traces else []})
+            "diff": diff_of(folder / row["parent"] / "harness.py", file) if row["parent"] in scores else []})
 
     def nest(parent: str) -> list[dict]:
         return [{**child, "children": nest(child["name"])} for child in children.get(parent, [])]
 
-    return {"name": folder.name.replace("_", " "), "tree": nest(""), "accepted": accepted, "n": len(rows),
+    return {"name": folder.name.replace("_", " "), "tree": nest(""), "accepted": accepted, "why": why, "n": len(rows),
+            "front": front_svg(points, front, folder.name) if len(points) > 1 else "",
             "task": read_text(folder / "task.md")}
 
 
 @cache
-def rewards_of(path: Path, changed_ns: int) -> tuple[float, ...]:
-    """By task. A run writes its page after each phase, and the traces of a scored candidate do not change."""
-    return tuple(trace["reward"] for trace in iter_jsonl(path))
+def rewards_of(path: Path, changed_ns: int) -> dict[str, float]:
+    """By task. A run writes its page after each phase, and a score does not change."""
+    return read_json(path)["rewards"]
 
 
 def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:

@@ -23,10 +23,10 @@ from typing import TextIO
 from screen import Screen
 from track import NO_TRACKER, TrackerError
 
-FORMAT = 2                              # of the directory; a run of another one is neither resumed nor reported on
+FORMAT = 3                              # of the directory; a run of another one is neither resumed nor reported on
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
-AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposer_calls", "proposer_usd",
-           "seconds")                   # ... and in what
+AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",
+           "proposer_tok", "proposer_usd", "proposer_unpriced", "seconds")                   # ... and in what
 
 
 class UsageError(ValueError):

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 
-LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposer calls", "USD",
-                 "minutes")
+LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposals",
+                 "proposer calls", "proposer tokens", "proposer USD", "minutes")
 
 
 class Screen:
@@ -56,7 +56,8 @@ class Screen:
 
 
 def ledger_cells(amounts: dict[str, float]) -> list[str]:
-    """One row of the ledger, for people."""
+    """One row of the ledger, for people. A cost that is not known is not 0."""
+    unknown = f" + {amounts['proposer_unpriced']:.0f} unknown" if amounts["proposer_unpriced"] else ""
     return [*(f"{amounts[what]:,.0f}" for what in ("rollouts", "model_calls", "prompt_tok", "completion_tok",
-                                                "tool_calls", "proposer_calls")),
-            f"{amounts['proposer_usd']:.2f}", f"{amounts['seconds'] / 60:.1f}"]
+                                                "tool_calls", "proposals", "proposer_calls", "proposer_tok")),
+            f"{amounts['proposer_usd']:.2f}{unknown}", f"{amounts['seconds'] / 60:.1f}"]

@@ -3,8 +3,8 @@
 It works in a copy of the archive, in a temporary folder that is removed afterwards:
 
     task.md  harness_api.py             what it is told
-    archive/cycle_01/ cycle_02/ ...     all that was tried in this run: sources, scores, traces; references nowhere
-    reports/                            what earlier sessions reported
+    archive/cycle_01/ cycle_02/ ...     all that was tried in this run: sources, scores, traces, reports of earlier
+                                        sessions; references nowhere
     h4.py h5.py h6.py                   the slots: the new harness files
     proposal.json  report.md            parent, hypothesis and mechanisms of each slot; what the agent looked at
 
@@ -17,6 +17,7 @@ Who the agent is, is a function from `Workplace` to `Session`: a command (agent_
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -67,9 +68,9 @@ class Workplace:
     transcript: Path                    # a file to which its transcript goes, whatever becomes of the session
     settings: ProposerConfig
     usd: float | None                   # it may cost so much; None: no limit
+    seed: int = 0                       # for an agent that draws
     closed: tuple[Path, ...] = ()       # it must not read below these: they hold references and the run's own files
     waived: tuple[str, ...] = ()        # layers of the wall around it that the user does without
-    seed: int = 0                       # of this iteration, for an agent that draws
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
         sealed, before = fingerprint((request.folder, *guarded), request.notes.parent), stamps_of(copy)
         session = run_agent(Workplace(
             copy, request.slots, request.notes / f"transcript_{number}.txt", settings, min(limits, default=None),
-            closed, waived, derive_seed(*request.seed)))
+            derive_seed(*request.seed), closed, waived))
         after = stamps_of(copy)
         own = {f"{slot}.py" for slot in request.slots} | {"proposal.json", "report.md"}
         strays = sorted(path for path in before.keys() | after.keys()
@@ -158,33 +159,27 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
 
 def prompt_for(workplace: Workplace) -> str:
     """What an agent is told first; all else is in task.md."""
-    slots, first = ", ".join(f"{slot}.py" for slot in workplace.slots), workplace.slots[0]
-    return f"""Your working copy is {workplace.folder}. Read task.md there and do what it says. What was tried before is
-in archive/, a folder a cycle; what earlier sessions reported is in reports/.
+    slots = ", ".join(f"{slot}.py" for slot in workplace.slots)
+    return f"""Your working copy is {workplace.folder}. Read task.md there, whole, and do what it says.
 
-Write the new harnesses to {slots}, each a complete file, in the working copy itself. Then write proposal.json, a list
-with an entry for each of them:
-
-    [{{"slot": "{first}", "parent": "h0", "hypothesis": "one line that counted failures could prove wrong",
-      "mechanisms": ["a_short_name"]}}]
-
-and report.md: what you looked at, what you think goes wrong and why, what should be tried next. Anything else that you
-change is thrown away. You work alone: nobody answers a question. End when the files are written.
+The files that you write are {slots}, each a complete harness, then proposal.json, with an entry for each of them, and
+report.md; all in the working copy itself. You work alone: nobody answers a question. End when they are written.
 """
 
 
 def fill_folder(folder: Path, request: ProposalRequest) -> None:
     """The working copy. The archives of a run lie side by side, so earlier cycles are those before this one."""
-    (folder / "reports").mkdir(parents=True)
+    folder.mkdir()
     shutil.copy(ROOT / "harness_api.py", folder)
     shutil.copy(request.folder / "task.md", folder)
     is_one_of_many = request.folder.name.startswith("cycle_")
     for archive in sorted(request.folder.parent.glob("cycle_*")) if is_one_of_many else [request.folder]:
         if archive.name <= request.folder.name:
-            shutil.copytree(archive, folder / "archive" / archive.name,
-                            ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
+            copy = folder / "archive" / archive.name
+            shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
             for report in sorted(archive.glob("sessions/*/report.md")):
-                shutil.copy(report, folder / "reports" / f"{archive.name}_{report.parent.name}.md")
+                (copy / "reports").mkdir(exist_ok=True)
+                shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
 
 
 # ---- what an agent leaves: all of it is hostile ---------------------------------------------------------------------
@@ -264,7 +259,7 @@ def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str
 def scorer_paths() -> list[Path]:
     """What of this repository decides a score, or what a run goes on to do."""
     return [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("*.jinja")), ROOT / "run.sh", ROOT / "harnesses",
-            ROOT / "embedded"]
+            ROOT / "prompts", ROOT / "embedded"]
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
@@ -301,9 +296,17 @@ def read_proposals(text: str) -> dict[str, dict]:
             if isinstance(row, dict) and isinstance(row.get("slot"), str)}
 
 
-def price_of(prices: str, prompt_tok: int, completion_tok: int | None) -> float:
-    """$ of so many tokens at "IN,OUT" $ a million."""
-    of_prompt, of_completion = map(float, prices.split(","))
+def parse_price(text: str) -> tuple[float, float]:
+    """"IN,OUT", $ a million tokens of prompt and of completion."""
+    prices = text.split(",")
+    if len(prices) != 2 or not all(re.fullmatch(r"\s*\d+(\.\d+)?\s*", price) for price in prices):
+        raise ValueError("give IN,OUT: $ a million tokens of prompt and of completion, such as 3,15")
+    return float(prices[0]), float(prices[1])
+
+
+def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> float:
+    """$ of so many tokens."""
+    of_prompt, of_completion = parse_price(prices)
     return (of_prompt * prompt_tok + of_completion * (completion_tok or 0)) / 1e6
 
 

@@ -6,11 +6,12 @@ Differs from the paper: the paper gives no intervals.
 import numpy as np
 
 
-def bootstrap_ci(values: list[float], seed: int, n_resamples: int = 2000) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of `values`, one value a task."""
+def bootstrap_ci(values: list[float], seed: int, n_resamples: int = 2000, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of `values`, one value a task."""
     values = np.asarray(values, dtype=float)
     picks = np.random.Generator(np.random.Philox(seed)).integers(0, len(values), (n_resamples, len(values)))
-    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
+    tail = round(50 * (1 - level), 9)                                           # per cent, on each side
+    low, high = np.percentile(values[picks].mean(axis=1), [tail, 100 - tail])
     return float(low), float(high)
 
 

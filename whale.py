@@ -27,11 +27,14 @@ from dataclasses import asdict, replace
 import rollout
 import sched
 import team
+from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
-    load_splits, n_steps, open_judge, read_file, rollout_budget)
+    ALTERNATING, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
+    load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
+from costs import Budget, describe, plan_search
 from gates import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
+from proposers import make_proposer
 from ranks import ALONE, Ranks
 from report import REFRESH_S, write_report
 from rft import StepStats
@@ -70,9 +73,9 @@ def train_whale(run: "Run") -> None:
         else:
             search = run.open_search(phase)                                     # iteration 1 scores the incoming h
             while phase.rule.goes_on and not run.is_spent(phase):
-                outcomes = search.iterate(run.n_candidates(phase))              # propose M, gate, score on D_harness
+                outcomes = search.iterate(run.n_candidates(phase), usd_left=run.caps.usd_left)  # propose, gate, score
                 run.finish_iteration(phase, outcomes, search)
-            run.adopt_best(phase, search)                                       # h <- the archive's best
+            run.adopt(phase, search)                                            # h <- the archive's best
         run.evaluate(f"cycle {phase.cycle}, after the {phase.kind} phase")
         run.finish_phase(phase)
     run.finish()
@@ -104,7 +107,7 @@ class Run:
         if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         check_disk(cfg)
-        self.version, self.shown_at = code_version(), time.monotonic()
+        self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
         self.state, self.say = self.dir.state, self.dir.screen.say
         if not self.state.complete:
@@ -137,6 +140,8 @@ class Run:
         if state.weight_step:
             self.team.load(self.dir.weights_dir(state.weight_step))             # step n + 1 starts from step n
             self.team.serve_weights()
+        if cfg.method != "weight":
+            self.say(describe(plan_search(cfg, *self.sizes, len(self.test)), cfg))
         if self.dir.resumed:
             self.say(f"resumed after weight step {state.weight_step}, in phase {state.phase + 1}")
         gc.collect()
@@ -186,13 +191,23 @@ class Run:
             return self.left(phase) < least_weight_step(self.cfg)
         if self.state.idle:                             # the phase before was of the same search and spent nothing
             return True
-        return self.left(phase) < len(self.harness_tasks) * (1 if self.n_iterations(phase) else 2)
+        return self.n_candidates(phase) < 1
+
+    @property
+    def caps(self) -> Budget:
+        return Budget(self.cfg, self.state.ledger, len(self.harness_tasks))
 
     def n_prompts(self, phase: sched.Phase) -> int:
         return min(self.cfg.prompt_batch, self.left(phase) // self.cfg.group_size)
 
     def n_candidates(self, phase: sched.Phase) -> int:
-        return min(self.cfg.candidates, self.left(phase) // len(self.harness_tasks))
+        """How many the budget and the caps still allow, beside the incoming harness where that is not scored yet."""
+        first, n_tasks = not self.n_iterations(phase), len(self.harness_tasks)
+        kept = kept_rollouts(self.cfg.accept, n_tasks)
+        n, cap = self.caps.n_candidates(kept, first)
+        self.capped = cap if n < 1 else ""
+        n_in_budget = (self.left(phase) - kept) // n_tasks - first
+        return min(self.cfg.candidates, n, n_in_budget)
 
     def begin_phase(self, phase: sched.Phase) -> None:
         of = f" of {self.budget:,}" if self.left(phase) < UNBOUNDED else ""
@@ -272,8 +287,9 @@ class Run:
             sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
             forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive),
             rollout_cfg=self.team.rollout_cfg, roll_out=self.team.roll_out,
-            n_candidates=self.cfg.candidates, proposer=PROPOSERS[self.cfg.proposer],
-            on_candidate=self.bar, n_done=self.n_iterations(phase),
+            n_candidates=self.cfg.candidates,
+            proposer=make_proposer(proposer_config(self.cfg), secret_paths(self.cfg)),
+            on_candidate=self.bar, n_done=self.n_iterations(phase), rule=self.cfg.accept,
             fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
@@ -288,10 +304,12 @@ class Run:
             if score is not None:
                 self.dir.charge("harness", **score.cost, seconds=score.seconds)
                 measured_s += score.seconds
-            said = f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]" if score else \
-                f"refused: {outcome.refused}"
+            said = f"refused: {outcome.refused}" if not score else (
+                f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]"
+                + f" ({score.stopped})" * bool(score.stopped)
+                + f", {score.n_error} failed, {score.n_killed} killed" * bool(score.n_error + score.n_killed))
             numbers = asdict(score) if score else {}
-            numbers = {key: value for key, value in numbers.items() if key not in ("seconds", "key")}
+            numbers = {key: value for key, value in numbers.items() if key not in ("seconds", "key", "rewards")}
             self.dir.log("candidate", f"{candidate.name} {said}  {candidate.hypothesis}", cycle=phase.cycle,
                          candidate=candidate.name, parent=candidate.parent, hypothesis=candidate.hypothesis,
                          mechanisms=list(candidate.mechanisms), refused=outcome.refused, **numbers)
@@ -306,15 +324,17 @@ class Run:
         self.dir.save()
         self._show(least_s=REFRESH_S)
 
-    def adopt_best(self, phase: sched.Phase, search: Search) -> None:
-        """The archive's best is the harness from here on."""
-        search.accept()
-        self.harness, score = search.best()
-        self.state.harness = asdict(self.harness)
-        self.state.accepted.append({"cycle": phase.cycle, "name": self.harness.name, "parent": self.harness.parent,
-                                    "hypothesis": self.harness.hypothesis, "score": score.mean,
-                                    "archive": phase.archive, "weight_step": self.state.weight_step})
-        self.say(f"accepted {self.harness.name} of cycle {phase.cycle}", style="bold")
+    def adopt(self, phase: sched.Phase, search: Search) -> None:
+        """What the archive accepts is the harness from here on."""
+        accepted = search.accept()
+        self.dir.charge("harness", **accepted.cost, seconds=accepted.seconds)
+        self.dir.clock("harness", already_s=accepted.seconds)
+        self.harness, state = accepted.candidate, self.state
+        state.harness = asdict(self.harness)
+        state.accepted.append({"cycle": phase.cycle, "name": self.harness.name, "parent": self.harness.parent,
+                               "hypothesis": self.harness.hypothesis, "score": accepted.score.mean,
+                               "archive": phase.archive, "weight_step": state.weight_step, "why": accepted.why})
+        self.say(f"accepted {self.harness.name} of cycle {phase.cycle}: {accepted.why}", style="bold")
 
     # -- evaluation and end --
 
@@ -371,6 +391,8 @@ class Run:
         self._save_all()
 
     def finish(self) -> None:
+        if self.capped:
+            self.say(f"the harness search ended at {self.capped}")
         if self.state.idle:
             self.say("the proposer has nothing more to try, so the search ends before the budget does")
         if self.cfg.method != "weight" and self.untried_weights:
@@ -390,12 +412,13 @@ class Run:
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)
-        cfg = self.cfg
+        cfg, unpriced = self.cfg, int(self.caps.spent("proposer_unpriced"))
         self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
                                model=cfg.model, n_eval=cfg.n_eval,
                                verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
                                select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
-                               version=self.version)
+                               version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
+                               usd={"known": round(self.caps.usd, 4), "unpriced_sessions": unpriced})
         self.dir.save()
         self._show()
 

@@ -11,7 +11,6 @@ import pytest
 from engine import load_tokenizer
 from envs import ENVS, ChessEnv, SearchEnv
 from gates import ForbiddenText, ScriptedEngine, check_harness, find_literals, lint, parse_harness
-from harness_search import task_text
 from mechanisms import mechanisms_of, render
 from proposers import add_mechanisms
 from retriever import RetrieverDown
@@ -347,13 +346,6 @@ def test_a_prompt_that_holds_the_answer_in_its_form_is_refused(tokenizer, sandbo
     model = ScriptedEngine(tokenizer, lambda prompt: "I do not know.")
     probes = check_harness(CHEATING_HARNESSES["search"], search_env, model, sandbox, [QUESTION], ForbiddenText([]), CFG, (0,))
     assert (probes[-1].name, probes[-1].passed) == ("null model: echo", False)
-
-
-@pytest.mark.parametrize("domain", ENVS)
-def test_the_proposer_is_told_what_is_graded(domain):
-    text = task_text(ENVS[domain](), [], CFG, 3)
-    assert ("the model's last reply" in text.split("Budgets")[0]) == (domain != "chess")
-    assert domain != "chess" or "the whole line must be played" in text
 
 
 def test_a_stop_does_not_wait_for_the_verifier(tokenizer, sandbox, search_env):

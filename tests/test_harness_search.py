@@ -256,7 +256,7 @@ def test_common_words_of_a_domain_are_no_question():
 
 
 def make_score(mean: float, calls: float) -> Score:
-    return Score(mean, (0.0, 1.0), 8, 8, 0, 0, calls, 1.0, {}, {}, 0.0, "", 0, "")
+    return Score(mean, (0.0, 1.0), 8, 8, 0, 0, calls, 1.0, {}, {}, 0.0, "", 0, "", {})
 
 
 def make_outcome(name: str, mean: float | None, calls: float = 2.0, source: str = "") -> Outcome:
@@ -410,7 +410,7 @@ def test_what_is_finished_is_neither_proposed_nor_scored_again(finished, engine,
     before = read_all(folder)
     search = make_search(folder, MortalEngine(engine, 0), sandbox, proposer=None, n_done=2, **SMALL)
     assert [outcome.candidate.name for outcome in search.iterate()] == ["h3", "h4"]
-    assert search.accept().name == (folder / "accepted.txt").read_text().strip()
+    assert search.accept().candidate.name == (folder / "accepted.txt").read_text().strip()
     assert read_all(folder) == before
 
 
