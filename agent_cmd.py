@@ -196,13 +196,14 @@ def run_command_agent(workplace: Workplace) -> Session:
                                      "model": settings.proposer_model, "usd": usd})
     version = ""
     if settings.proposer_cmd in AGENTS:
-        aside = Watched(workplace, [argv[0], "--version"], private / "version", wall_s=60.0)
-        aside.wait()
+        with Watched(workplace, [argv[0], "--version"], private / "version", wall_s=60.0) as aside:
+            while aside.goes_on():
+                pass
         version = plain(read_plain(private / "version") or "").strip()[:100]
         (private / "version").unlink(missing_ok=True)
-    watched = Watched(workplace, argv, workplace.transcript, settings.proposer_s)
     tally, ended_for_money = Tally(), False
-    with open(workplace.transcript, "rb") as transcript:
+    with (Watched(workplace, argv, workplace.transcript, settings.proposer_s) as watched,
+          open(workplace.transcript, "rb") as transcript):
         lines = Lines(transcript)
         while watched.goes_on():
             for line in lines.take():
@@ -258,7 +259,8 @@ def judge(report: dict, limit: str, tally: "Tally", errors: str) -> tuple[str, s
 
 
 class Watched:
-    """A command that runs under a warden. `report` is the warden's, once it has ended."""
+    """A command that runs under a warden. `report` is the warden's, once it has ended. Whatever interrupts us, Ctrl-C
+    among it, the command ends first."""
 
     def __init__(self, workplace: Workplace, argv: list[str], transcript: Path, wall_s: float):
         settings, private = workplace.settings, workplace.folder.parent / "tmp"
@@ -284,17 +286,13 @@ class Watched:
             pass                                        # it died at once, as its report will say
 
     def goes_on(self) -> bool:
-        """False once it has ended. Waits for it a little; if we are interrupted, it ends first."""
+        """False once it has ended. Waits for it a little."""
         try:
             self.process.wait(LOOK_S)
         except subprocess.TimeoutExpired:
             if time.monotonic() - self.begun > self.wall_s + GOODBYE_S:
                 self.process.kill()                     # it hangs; what is below it dies with it
             return True
-        except BaseException:                           # Ctrl-C among them
-            self.stop()
-            self.wait()
-            raise
         said = self.process.stdout.read()
         self.process.stdout.close()
         self.seconds = time.monotonic() - self.begun
@@ -304,9 +302,13 @@ class Watched:
     def stop(self) -> None:
         self.process.terminate()
 
-    def wait(self) -> None:
-        while self.goes_on():
-            pass
+    def __enter__(self) -> "Watched":
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.process.poll() is None:
+            self.stop()
+            self.process.wait()
 
 
 class Lines:

@@ -296,11 +296,17 @@ def main() -> None:
     if job["landlock"] is False:
         ruleset = None                                  # waived, whether there is one or not
     if ruleset is None and job["landlock"]:
-        print(json.dumps({"end": "refused", "missing": missing}))
-        return
+        return tell({"end": "refused", "missing": missing})
     if why := jail.enter_namespaces(jail.CLONE_NEW_USER_PID) if job["namespaces"] else "not asked for":
         missing["namespaces"] = why
-    print(json.dumps(watch(job, ruleset, not why) | {"missing": missing}))
+    tell(watch(job, ruleset, not why) | {"missing": missing})
+
+
+def tell(report: dict) -> None:
+    try:
+        os.write(1, json.dumps(report).encode())
+    except BrokenPipeError:                             # the run is gone
+        pass
 
 
 if __name__ == "__main__":
