@@ -74,7 +74,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-CLONE_NEW_USER_NET_IPC_PID = 0x10000000 | 0x40000000 | 0x08000000 | 0x20000000
+CLONE_NEW_USER_PID = 0x10000000 | 0x20000000
+CLONE_NEW_USER_NET_IPC_PID = CLONE_NEW_USER_PID | 0x40000000 | 0x08000000
 CLOSE_RANGE, LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 436, 444, 445, 446
 CAPSET, OPEN, OPENAT, FCNTL = (126, 2, 257, 72) if MACHINE == "x86_64" else (91, None, 56, 25)
 
@@ -130,24 +131,40 @@ def syscall(number: int, *args) -> int:
     return checked(LIBC.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *args))))
 
 
-def landlock_ruleset() -> int:
-    """A rule set, as a descriptor: everything that this kernel's Landlock can forbid is forbidden, but for reading the
-    standard library (what is on sys.path; directories of installed packages excepted)."""
+def new_ruleset(net: int = 0b11) -> tuple[int, int]:
+    """-> a Landlock rule set, as a descriptor, and the rights to files that it withholds: all that this kernel knows.
+    It withholds TCP too (`net`: bind, connect), and abstract unix sockets and signals to processes outside."""
     abi = syscall(LANDLOCK_CREATE, None, 0, 1)
-    files = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
-    net, scoped = 0b11, 0b11                    # TCP bind and connect; abstract unix sockets and signals
+    files, scoped = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1, 0b11
     handled = struct.pack("QQQ", files, net, scoped)[:8 if abi < 4 else 16 if abi < 6 else 24]
-    ruleset = syscall(LANDLOCK_CREATE, handled, len(handled), 0)
+    return syscall(LANDLOCK_CREATE, handled, len(handled), 0), files
+
+
+def allow(ruleset: int, path: str, rights: int) -> None:
+    """Grants rights to a file, or to a directory and all below it."""
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        syscall(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+    finally:
+        os.close(descriptor)
+
+
+def landlock_ruleset() -> int:
+    """Everything that this kernel's Landlock can forbid is forbidden, but for reading the standard library (what is on
+    sys.path; directories of installed packages excepted)."""
+    ruleset, _ = new_ruleset()
     read_file, read_dir = 4, 8
     rules = {path: read_dir for path in sys.path if os.path.isdir(path)}
     for path in list(rules):
         rules |= {entry.path: read_file | read_dir if entry.is_dir() else read_file
                   for entry in os.scandir(path) if entry.name not in ("site-packages", "dist-packages")}
     for path, rights in rules.items():
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        syscall(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
-        os.close(descriptor)
+        allow(ruleset, path, rights)
     return ruleset
+
+
+def drop_capabilities() -> None:
+    syscall(CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 def die_with(parent: int) -> None:
@@ -192,7 +209,7 @@ class Jail:
             ("no_new_privs", lambda: checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))),
             ("landlock", landlock),
             ("closed_fds", lambda: syscall(CLOSE_RANGE, 3, 0x7FFFFFFF, 0)),
-            ("no_caps", lambda: syscall(CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))),
+            ("no_caps", drop_capabilities),
             ("seccomp", lambda: checked(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.byref(self.filter), 0, 0))),
         ):
             try:
@@ -568,11 +585,11 @@ def cause_of_death(code: int, limits: Limits, cpu_s: float = 0.0) -> str:
     return f"exit status {code}" if code > EXIT_RAISED else ""
 
 
-def enter_namespaces() -> str:
+def enter_namespaces(kinds: int = CLONE_NEW_USER_NET_IPC_PID) -> str:
     """Own user, network, IPC and process-id namespaces for what we fork from now on; returns why not, or ""."""
     def enter():
         ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
-        checked(LIBC.unshare(CLONE_NEW_USER_NET_IPC_PID))
+        checked(LIBC.unshare(kinds))
         for name, text in (("setgroups", "deny"), *((name, f"{i} {i} 1") for name, i in ids.items())):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)

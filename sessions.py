@@ -16,15 +16,20 @@ Who the agent is, is a function from `Workplace` to `Session`: a command (agent_
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import stat
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from harness_search import Bill, Candidate, ProposalRequest, SearchError, select_best
+from rollout import derive_seed
 from rundir import write_atomically
 
 ROOT = Path(__file__).resolve().parent
@@ -33,6 +38,8 @@ N_TRIES = 5                     # of a session that failed for a reason that pas
 PAUSE_S = 5.0                   # before the second try; doubled before each further one
 MAX_SLOT_BYTES = 1_000_000      # of a file that is taken; the gates allow far less, and say so
 N_STRAYS = 20                   # paths that a report names
+N_LOOKED_AT = 100_000           # files of a working copy that are compared
+BIG_BYTES = 8 << 20             # a larger file is not hashed
 
 
 class ProposerFailed(SearchError):
@@ -63,6 +70,7 @@ class Workplace:
     usd: float | None                   # it may cost so much; None: no limit
     seed: int = 0                       # for an agent that draws
     closed: tuple[Path, ...] = ()       # it must not read below these: they hold references and the run's own files
+    waived: tuple[str, ...] = ()        # layers of the wall around it that the user does without
 
 
 @dataclass(frozen=True)
@@ -80,65 +88,92 @@ class Session:
 
 
 def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
-                     closed: tuple[Path, ...] = (), pause: Callable[[float], None] = time.sleep) -> list[Candidate]:
-    """Sessions until one leaves a candidate -> the candidates. ProposerFailed after max_proposer_failures without."""
+                     closed: tuple[Path, ...] = (), guarded: tuple[Path, ...] = (), waived: tuple[str, ...] = (),
+                     pause: Callable[[float], None] = time.sleep) -> list[Candidate]:
+    """Sessions until one leaves a candidate -> the candidates. ProposerFailed after max_proposer_failures without.
+
+    closed: what the agent must not read. guarded: what decides a score, so a session that changes it stops the search;
+    the archive always is. waived: layers of the wall to do without."""
     request.notes.mkdir(parents=True, exist_ok=True)
     if earned := sweep_up(request):
-        return earned
+        return earned[:request.n_candidates]
     failures = []
     while len(failures) < settings.max_proposer_failures:
         for attempt in range(N_TRIES):
             if attempt:
                 pause(PAUSE_S * 2 ** (attempt - 1))
-            candidates, session = hold_session(request, settings, run_agent, closed)
+            if request.usd_left is not None and request.bill.proposer_usd >= request.usd_left:
+                raise ProposerFailed(f"the proposer has spent ${request.bill.proposer_usd:.2f} in this iteration, and "
+                                     f"${max(0.0, request.usd_left):.2f} were left for it; see {request.notes}")
+            candidates, session = hold_session(request, settings, run_agent, closed, guarded, waived)
             if candidates:
                 return candidates
             if session.end != "transient":
                 break
         failures.append(session.words.strip() or f"the session ended ({session.end}) and no slot was written")
-    raise ProposerFailed(f"the proposer left no candidate in {len(failures)} sessions in a row "
-                         f"(--max-proposer-failures); see {request.notes}. Its last words: {failures[-1][-2000:]}")
+    raise ProposerFailed(f"the proposer left no candidate in {len(failures)} sessions in a row (--max-proposer-"
+                         f"failures); see {request.notes}. Its last words: {plain(failures[-1])[-2000:]}")
 
 
 def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
-                 closed: tuple[Path, ...]) -> tuple[list[Candidate], Session]:
+                 closed: tuple[Path, ...], guarded: tuple[Path, ...],
+                 waived: tuple[str, ...]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
     number = 1 + len(list(request.notes.glob("session_*.json")))
     record = request.notes / f"session_{number}.json"
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
+    copy = folder / "work"
     write_atomically(record, json.dumps({"end": "running", "folder": str(folder)}) + "\n")
+    limits = [usd for usd in (settings.proposer_usd or None, request.usd_left and
+                              request.usd_left - request.bill.proposer_usd) if usd is not None]
     try:
-        fill_folder(folder, request)
-        before = hashes_of(folder)
-        limits = [usd for usd in (settings.proposer_usd or None, request.usd_left) if usd is not None]
+        fill_folder(copy, request)
+        sealed, before = fingerprint((request.folder, *guarded), request.notes.parent), stamps_of(copy)
         session = run_agent(Workplace(
-            folder, request.slots, request.notes / f"transcript_{number}.txt", settings, min(limits, default=None),
-            closed))
-        after = hashes_of(folder)
+            copy, request.slots, request.notes / f"transcript_{number}.txt", settings, min(limits, default=None),
+            derive_seed(*request.seed), closed, waived))
+        after = stamps_of(copy)
         own = {f"{slot}.py" for slot in request.slots} | {"proposal.json", "report.md"}
         strays = sorted(path for path in before.keys() | after.keys()
                         if path not in own and before.get(path) != after.get(path))
-        candidates = take_slots(folder, request)
-        report = read_plain(folder / "report.md")
+        candidates = take_slots(copy, request)
+        report = read_plain(copy / "report.md")
         if report:
-            write_atomically(request.notes / "report.md", report)
+            write_atomically(request.notes / "report.md", plain(report))
+        opened = fingerprint((request.folder, *guarded), request.notes.parent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
+    changed = sorted(plain(path) for path in sealed.keys() | opened.keys() if sealed.get(path) != opened.get(path))
     if session.usd is None and settings.proposer_price and session.prompt_tok is not None:
         session = replace(session, usd=price_of(settings.proposer_price, session.prompt_tok, session.completion_tok))
     write_atomically(record, json.dumps(asdict(session) | {
-        "n_strays": len(strays), "strays": strays[:N_STRAYS],
-        "candidates": [asdict(candidate) for candidate in candidates]}, indent=1) + "\n")
+        "n_strays": len(strays), "strays": [plain(path)[:300] for path in strays[:N_STRAYS]],
+        "tampered": changed[:N_STRAYS],
+        "candidates": [asdict(candidate) for candidate in candidates if not changed]}, indent=1) + "\n")
     add_up(request.bill, request.notes)
+    if changed:
+        raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(changed[:N_STRAYS])}: "
+                          "what decides a score is not its to write. Nothing of this session was taken")
     return candidates, session
+
+
+def prompt_for(workplace: Workplace) -> str:
+    """What an agent is told first; all else is in task.md."""
+    slots = ", ".join(f"{slot}.py" for slot in workplace.slots)
+    return f"""Your working copy is {workplace.folder}. Read task.md there, whole, and do what it says.
+
+The files that you write are {slots}, each a complete harness, then proposal.json, with an entry for each of them, and
+report.md; all in the working copy itself. You work alone: nobody answers a question. End when they are written.
+"""
 
 
 def fill_folder(folder: Path, request: ProposalRequest) -> None:
     """The working copy. The archives of a run lie side by side, so earlier cycles are those before this one."""
+    folder.mkdir()
     shutil.copy(ROOT / "harness_api.py", folder)
     shutil.copy(request.folder / "task.md", folder)
-    for archive in sorted(request.folder.parent.glob("cycle_*")) if request.folder.name.startswith("cycle_") else \
-            [request.folder]:
+    is_one_of_many = request.folder.name.startswith("cycle_")
+    for archive in sorted(request.folder.parent.glob("cycle_*")) if is_one_of_many else [request.folder]:
         if archive.name <= request.folder.name:
             copy = folder / "archive" / archive.name
             shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
@@ -147,26 +182,84 @@ def fill_folder(folder: Path, request: ProposalRequest) -> None:
                 shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
 
 
-def hashes_of(folder: Path) -> dict[str, str]:
-    """Of every file below it; a link is what it points to, never followed."""
-    found = {}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = f"link to {path.readlink()}"
-        elif path.is_file():
-            with open(path, "rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        elif not path.is_dir():
-            found[name] = "no plain file"
+# ---- what an agent leaves: all of it is hostile ---------------------------------------------------------------------
+
+
+def stamps_of(folder: Path) -> dict[str, str]:
+    """path -> what no write leaves as it was, of all below `folder` but plain directories. Links are not followed,
+    nothing is opened, and after N_LOOKED_AT entries it stops, which is an entry too."""
+    found, open_ends, n_seen = {}, [""], 0
+    while open_ends:
+        below = open_ends.pop()
+        try:
+            with os.scandir(os.path.join(folder, below)) as entries:
+                for entry in entries:
+                    path, seen = os.path.join(below, entry.name), entry.stat(follow_symlinks=False)
+                    if n_seen == N_LOOKED_AT:
+                        return found | {f"(more than {N_LOOKED_AT:,} files)": ""}
+                    n_seen += 1
+                    if stat.S_ISDIR(seen.st_mode):
+                        open_ends.append(path)
+                    else:
+                        found[path] = f"{seen.st_mode} {seen.st_size} {seen.st_ino} {seen.st_ctime_ns}"
+        except OSError as error:                                # a folder that is closed, or too deep for a path
+            found[below] = f"a folder that cannot be listed: {error.strerror}"
     return found
 
 
 def read_plain(path: Path) -> str | None:
     """The text of a plain file of moderate size; None for anything else (a link to /etc/passwd, a pipe)."""
-    if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_SLOT_BYTES:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return None
-    return path.read_bytes().decode("utf-8", "replace")
+    try:
+        seen = os.fstat(descriptor)
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > MAX_SLOT_BYTES:
+            return None
+        return os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes what an agent could make: folders without rights, deeper than a path can name. Follows no link."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+def plain(text: str) -> str:
+    """Text that can be written and shown: no lone surrogate, and no escape code that would drive a terminal."""
+    return "".join("\ufffd" if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c for c in text)
+
+
+def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
+    """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
+    and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
+    found, open_ends = {}, [Path(path).resolve() for path in paths]
+    while open_ends:
+        path = open_ends.pop()
+        if path.name == "__pycache__" or but and path == but.resolve():
+            continue
+        try:
+            seen = path.stat()
+            if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
+                found[str(path)] = f"link to {path.readlink()}"
+            elif stat.S_ISDIR(seen.st_mode):
+                open_ends += path.iterdir()
+            elif seen.st_size > BIG_BYTES:
+                found[str(path)] = f"{seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+            elif stat.S_ISREG(seen.st_mode):
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            found[str(path)] = f"cannot be read: {error.strerror}"
+    return found
+
+
+def scorer_paths() -> list[Path]:
+    """What of this repository decides a score, or what a run goes on to do."""
+    return [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("*.jinja")), ROOT / "run.sh", ROOT / "harnesses",
+            ROOT / "prompts", ROOT / "embedded"]
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
@@ -180,14 +273,13 @@ def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
         if not source or not source.strip():
             continue
         entry = told.get(slot, {})
-        parent, hypothesis = entry.get("parent"), entry.get("hypothesis")
-        whole = isinstance(parent, str) and isinstance(hypothesis, str) and bool(hypothesis.strip())
+        parent, hypothesis = (plain(entry[key])[:2000].strip() if isinstance(entry.get(key), str) else ""
+                              for key in ("parent", "hypothesis"))
         mechanisms = entry.get("mechanisms") if isinstance(entry.get("mechanisms"), list) else []
         candidates.append(Candidate(
-            slot, parent if isinstance(parent, str) else best,
-            hypothesis[:2000] if isinstance(hypothesis, str) else "",
-            tuple(str(name)[:100] for name in mechanisms[:20]), source, 0,
-            "" if whole else "recovered: proposal.json does not explain this file"))
+            slot, parent or best, hypothesis,
+            tuple(plain(name)[:100] for name in mechanisms[:20] if isinstance(name, str)), source, 0,
+            "" if parent and hypothesis else "recovered: proposal.json does not explain this file"))
     return candidates
 
 
@@ -200,7 +292,8 @@ def read_proposals(text: str) -> dict[str, dict]:
     if isinstance(rows, dict):
         rows = [{"slot": slot, **entry} for slot, entry in rows.items() if isinstance(entry, dict)]
     rows = rows if isinstance(rows, list) else []
-    return {str(row.get("slot")).removesuffix(".py"): row for row in rows if isinstance(row, dict)}
+    return {row["slot"].removesuffix(".py"): row for row in rows
+            if isinstance(row, dict) and isinstance(row.get("slot"), str)}
 
 
 def parse_price(text: str) -> tuple[float, float]:
@@ -235,7 +328,7 @@ def sweep_up(request: ProposalRequest) -> list[Candidate]:
         if record["end"] == "running":
             folder = Path(record["folder"])
             if folder.name.startswith(PREFIX):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
             write_atomically(path, json.dumps({"end": "killed", "words": "the run was stopped", "usd": None}) + "\n")
         earned = [Candidate(**candidate | {"mechanisms": tuple(candidate["mechanisms"])})
                   for candidate in record.get("candidates", [])] or earned
