@@ -100,7 +100,8 @@ class Workbench:
         self.folder, self.slots = folder.resolve(), slots
         self.verdicts: dict[str, str] = {}
         self.proposals: dict[str, dict] = {}
-        self.report: str | None = None          # set by `finish`
+        self.report: str | None = None          # set by `finish`, which
+        self.warned = False                     # is asked to be called again, once, when slots are left
         archives = sorted(self.folder.glob("archive/*/history.jsonl"))
         self.archive = archives[-1].parent if archives else self.folder
 
@@ -225,6 +226,9 @@ class Workbench:
         return name.isalnum() and (self.archive / name / "score.json").is_file()
 
     def finish(self, report: str) -> str:
+        if self.left and not self.warned:
+            self.warned = True
+            return f"Not yet: {', '.join(self.left)} unwritten, or not right. Call finish again to leave it so."
         self.report = report[:MAX_REPORT]
         (self.folder / "report.md").write_text(self.report, encoding="utf-8")
         return "The end."
