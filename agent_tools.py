@@ -40,7 +40,7 @@ TOOLS = {
         "source": (str, NEEDED, "the complete Python file"),
         "parent": (str, NEEDED, "the scored candidate that it was made from, as h0"),
         "hypothesis": (str, NEEDED, "one line that counted failures could prove wrong"),
-        "mechanisms": (list, (), "short names of what it does differently")}),
+        "mechanisms": (list, [], "short names of what it does differently")}),
     "finish": ("End your work, when all slots are written.", {
         "report": (str, "", "what you looked at, what you learned: read by whoever comes next")}),
 }
@@ -85,10 +85,10 @@ def check_arguments(name: str, given: object) -> dict:
             value = int(value[:20])
         elif kind is list and isinstance(value, str):
             value = [part.strip(" []\"'") for part in value.split(",")]
-        if kind is list and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-            value = [clean(part)[:100] for part in value[:20] if part.strip()]
-        elif not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise BadCall(f"{name}: {key} must be {JSON_TYPES[kind]['type']}, not {type(value).__name__}")
+        if kind is list:
+            value = [clean(str(part))[:100] for part in value[:20] if part]
         arguments[key] = clean(value) if kind is str else value
     return arguments
 
