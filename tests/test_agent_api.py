@@ -664,7 +664,7 @@ def sandbox():
 def play(body: dict) -> dict:
     """A small deterministic model: lists, reads, greps, writes its slots, ends; what it writes follows from the seed."""
     n = sum(message["role"] == "assistant" for message in body["messages"])
-    archive, slots = re.search(r"is in (\S+)/:.*Your slots: (.*?)\. Write", body["messages"][1]["content"], re.DOTALL).groups()
+    archive, slots = re.search(r"search is (\S+)/:.*Your slots: (.*?)\. Write", body["messages"][1]["content"], re.DOTALL).groups()
     steps = [("list_files", {"path": archive}), ("read_file", {"path": f"{archive}/h0/traces.jsonl", "n_lines": 1}),
              ("read_file", {"path": f"{archive}/h0/traces.jsonl"}), ("read_file", {"path": f"{archive}/history.jsonl"}),
              ("grep", {"pattern": "call_limit|wrong_answer|answer", "max_hits": 100})]
@@ -678,7 +678,7 @@ def play(body: dict) -> dict:
 def search_by(server, folder, engine, sandbox, **changes):
     settings = ProposerConfig(proposer="api", proposer_url=server.url, proposer_price="1,1")
     return make_search(folder, engine, sandbox, **(SMALL | changes),
-                       proposer=partial(propose_by_agent, settings=settings, run_agent=run_api_agent, pause=lambda s: None))
+                       proposer=partial(propose_by_agent, settings=settings, run_agent=partial(run_api_agent, pause=lambda s: None), pause=lambda s: None))
 
 
 def test_a_whole_search(server, tmp_path, engine, sandbox):
