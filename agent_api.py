@@ -199,7 +199,8 @@ def answer_calls(bench: Workbench, content: str, calls: list[tuple[str, object]]
     shown, answers, n_done = [], [], 0
     for number, (name, given) in enumerate(calls[:MAX_CALLS]):
         if isinstance(given, str):
-            text, done = f"Error: the arguments are no JSON object: {shorten(clean(given), 300)}", None
+            why = f"the arguments of {name} are no JSON object: " if name else ""
+            text, done = f"Error: {why}{shorten(clean(given), 300)}", None
         else:
             text, done = bench.run(name, given)
         n_done += done is not None

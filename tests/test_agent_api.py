@@ -741,7 +741,7 @@ def test_canary(server, tmp_path, engine, sandbox):
     search.iterate()
     search.iterate()
     content = json.dumps(server.bodies) + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert TASKS[0].fields["question"] in content
+    assert tasks[0].fields["question"] in json.dumps(server.bodies)            # traces were read
     for task in tasks:
         for secret in (task.answer, task.answer.replace("-", ""), task.answer[:8]):
             assert secret not in content
