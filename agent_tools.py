@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from gates import MAX_SOURCE_BYTES, lint, parse_harness
+from gates import MAX_SOURCE_BYTES, lint, parse_harness, program_of
 
 MAX_ANSWER = 12_000             # characters of an answer: a quarter of the context of a small local model
 MAX_LINE = 1_500                # of a line, where several are read
@@ -179,7 +179,7 @@ class Workbench:
         return f"(lines {start_line} to {start_line + len(shown) - 1} of {n_all})\n" + "\n".join(shown)
 
     def grep(self, pattern: str, path: str, max_hits: int) -> str:
-        texts = [text.casefold() for text in pattern.split("|") if text]
+        texts = [text.lower() for text in pattern.split("|") if text]
         if not texts or len(pattern) > 1000 or max_hits < 1:
             raise BadCall("grep needs a text to look for, of at most 1000 characters, and max_hits of 1 or more")
         hits, n_hits, n_bytes, n_skipped = [], 0, 0, 0
@@ -190,7 +190,7 @@ class Workbench:
                 continue
             with open(file, encoding="utf-8", errors="replace", newline="\n") as lines:
                 for number, line in enumerate(lines, start=1):
-                    folded = line.casefold()
+                    folded = line.lower()
                     at = min((found for text in texts if (found := folded.find(text)) >= 0), default=-1)
                     if at >= 0:
                         n_hits += 1
@@ -212,6 +212,8 @@ class Workbench:
         why = why or lint(tree)
         if not why and not self.is_scored(parent):
             why = f"its parent {parent[:80]!r} is no scored candidate of {self.name_of(self.archive)}"
+        if not why and (same := self.same_program(slot, source)):
+            why = f"it is the same program as {same}"
         if not why and not hypothesis.strip():
             why = "it has no hypothesis"
         (self.folder / f"{slot}.py").write_text(source, encoding="utf-8")
@@ -224,6 +226,13 @@ class Workbench:
 
     def is_scored(self, name: str) -> bool:
         return name.isalnum() and (self.archive / name / "score.json").is_file()
+
+    def same_program(self, slot: str, source: str) -> str:
+        """The candidate, or another slot, that holds the same program; "" if none does."""
+        tried = {path.parent.name: path for path in sorted(self.archive.glob("*/harness.py"))}
+        tried |= {other: self.folder / f"{other}.py" for other in self.verdicts if other != slot}
+        return next((name for name, path in tried.items()
+                     if program_of(path.read_text("utf-8", "replace")) == program_of(source)), "")
 
     def finish(self, report: str) -> str:
         if self.left and not self.warned:

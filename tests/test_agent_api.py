@@ -209,11 +209,12 @@ def test_text_without_a_call_ends_it_when_the_slots_are_written(server, place):
 
 
 def test_finish_is_asked_for_again_while_slots_are_left(server, place):
-    server.script = [say(None, slot(), FINISH), say(None, FINISH)]
-    workplace = place(slots=("h1", "h2"))
+    server.script = [say(None, slot(), FINISH), say(None, slot("h2")), say(None, FINISH)]
+    workplace = place(slots=("h1", "h2", "h3"))
     session, _ = hold(workplace)
-    assert session.end == "done" and answers(server)[1].startswith("Not yet: h2")
-    assert [row["slot"] for row in json.loads((workplace.folder / "proposal.json").read_text())] == ["h1"]
+    assert session.end == "done" and answers(server)[1].startswith("Not yet: h2, h3")
+    assert "it is the same program as h1" in answers(server)[2]
+    assert [row["slot"] for row in json.loads((workplace.folder / "proposal.json").read_text())] == ["h1", "h2"]
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -223,6 +224,7 @@ def test_finish_is_asked_for_again_while_slots_are_left(server, place):
     ({"source": ""}, "SYSTEM_PROMPT must be set"),
     ({"source": "#" * 30_000}, "not written: 30,000 bytes"),
     ({"source": "x = " + "(" * 5000}, "does not parse"),
+    ({"source": "# mine\n" + H0}, "it is the same program as h0"),
     ({"parent": "h9"}, "its parent 'h9' is no scored candidate of archive/cycle_01"),
     ({"parent": "../cycle_01/h0"}, "is no scored candidate"),
     ({"hypothesis": " "}, "it has no hypothesis"),
