@@ -347,7 +347,8 @@ ODD = {
     "a call in Qwen3.5's form": (say("<tool_call><function=read_file><parameter=path>\ntask.md\n</parameter><parameter=n_lines>1"
                                      "</parameter></function></tool_call>"), "# Your task"),
     "a bad call in the text": (say("<tool_call>{list_files}</tool_call>"), "holds one JSON object"),
-    "many tags": (say("<tool_call><function=a>" + "<parameter=a>" * 70_000), "holds one JSON object"),
+    "many tags": (say("<tool_call>" * 9000), "holds one JSON object"),
+    "many parameters": (say("<tool_call><function=a>" + "<parameter=a>" * 7000 + "</function></tool_call>"), "holds one JSON object"),
     "thinking": (say("<think>" + "<tool_call>" * 50_000 + "</think>Hm."), "Not written yet"),
     "odd reasoning": (say(None, ("list_files", {}), reasoning_details=[float("nan")], reasoning_content={"a": "b" * 99_999}), "task.md  30"),
 }
@@ -414,6 +415,15 @@ def test_a_long_history_is_shortened(server, place, monkeypatch):
         assert called == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
         assert "was dropped to make room" not in messages[-1]["content"]
     assert "was dropped to make room" in server.bodies[-1]["messages"][3]["content"]
+
+
+def test_answers_of_one_reply_share_the_room(server, place, monkeypatch):
+    monkeypatch.setattr(agent_api, "HISTORY", 40_000)
+    read = ("read_file", {"path": "archive/cycle_01/h0/traces.jsonl", "n_lines": 1})
+    server.script = [say(None, read, read, read, ("list_files", {})), *GOOD]
+    assert hold(place())[0].end == "done"
+    assert [len(text) > 10_000 for text in answers(server)[:4]] == [True, False, False, False]
+    assert answers(server)[1].startswith("(No room for this answer") and "task.md" in answers(server)[3]
 
 
 def test_a_context_that_is_too_small(server, place):
