@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from gates import MAX_SOURCE_BYTES, lint, parse_harness, program_of
+from lint import MAX_SOURCE_BYTES, lint, parse_harness, program_of
 
 MAX_ANSWER = 12_000             # characters of an answer: a quarter of the context of a small local model
 MAX_LINE = 1_500                # of a line, where several are read

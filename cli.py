@@ -34,6 +34,7 @@ import gpu_check
 import report
 import retriever
 import rollout
+from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
 from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
 from costs import check_costs
@@ -106,7 +107,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                         ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
-    check_layers(cfg.waived_layers)
+    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER))
     check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
         raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
@@ -124,9 +125,9 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     return cfg
 
 
-def check_layers(waived: tuple[str, ...]) -> None:
-    if unknown := set(waived) - set(LAYERS):
-        raise UsageError(f"--waive {','.join(sorted(unknown))}: the layers are {', '.join(LAYERS)}")
+def check_layers(waived: tuple[str, ...], known: tuple[str, ...] = LAYERS) -> None:
+    if unknown := set(waived) - set(known):
+        raise UsageError(f"--waive {','.join(sorted(unknown))}: the layers are {', '.join(known)}")
 
 
 def command_run(args: argparse.Namespace) -> int:

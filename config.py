@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import sched
+from agent_cmd import LAYER as AGENT_LAYER
 from acceptance import ACCEPT, kept_rollouts
 from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig
-from rundir import UsageError, sha256
+from rundir import UsageError, scorer_paths, sha256
 from sandbox import Limits
 from search_answer import Judge
 from sessions import ProposerConfig
@@ -113,7 +114,7 @@ class Config:
     max_proposals: int = 0                  # candidates
     max_cost: float = 0.0                   # $, all that is paid for; needs known prices
     # machinery again
-    waive: str = ""                         # sandbox layers to do without, comma-separated; said in the summary
+    waive: str = ""                         # layers of sandbox and proposer to do without, comma-separated; said
     track: str = ""                         # wandb, trackio or tensorboard: a live copy of metrics.jsonl
 
     @property
@@ -121,8 +122,13 @@ class Config:
         return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
 
     @property
-    def waived_layers(self) -> tuple[str, ...]:
+    def waived(self) -> tuple[str, ...]:
         return tuple(filter(None, self.waive.split(",")))
+
+    @property
+    def waived_layers(self) -> tuple[str, ...]:
+        """Those of the sandbox."""
+        return tuple(name for name in self.waived if name != AGENT_LAYER)
 
 
 PRESETS = {
@@ -241,6 +247,12 @@ def secret_paths(cfg: Config) -> tuple[Path, ...]:
     """What a proposer must not read: the references, and the runs, whose files hold graded test rollouts."""
     given = (re.sub(r"\[\d*:\d*\]$", "", value) for value in (cfg.train, cfg.harness_set, cfg.test) if value)
     return tuple(Path(path).resolve() for path in (ROOT, cfg.out, *given))
+
+
+def guarded_paths(cfg: Config) -> tuple[Path, ...]:
+    """What a proposer must not write: what decides a score, and what a run goes on from."""
+    local = [path for path in (Path(cfg.model),) if path.exists()]
+    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json", *secret_paths(cfg)[2:])
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:

@@ -22,7 +22,6 @@ Differs from the paper:
 - A search may also race its candidates or confirm the best (acceptance.py).
 """
 
-import hashlib
 import json
 import random
 import time
@@ -38,7 +37,7 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from rundir import sha256, write_atomically
+from rundir import fingerprint, scorer_paths, sha256, write_atomically
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from task_text import Finding, task_text
@@ -296,11 +295,9 @@ class Search:
     def _marker(self, number: int) -> Path:
         return self.folder / f"iteration_{number:02d}.json"
 
-    def _fingerprint(self) -> dict[Path, str]:
-        """What a proposer must leave alone: our own code and the archive so far, but for its own notes."""
-        paths = [*Path(__file__).parent.glob("*.py"), *self.folder.rglob("*.*")]
-        return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
-                if path.is_file() and not path.is_relative_to(self.folder / "sessions")}
+    def _fingerprint(self) -> dict[str, str]:
+        """What a proposer must leave alone: what decides a score, and the archive so far but for its own notes."""
+        return fingerprint((self.folder, *scorer_paths()), self.folder / "sessions")
 
     def _write(self, candidates: list[Candidate]) -> list[Candidate]:
         for candidate in candidates:

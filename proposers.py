@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from agent_api import run_api_agent
+from agent_cmd import check_settings, run_command_agent
+from chat_endpoint import check_settings_api
 from envs import ENVS
 from lint import program_of
 from harness_search import Candidate, ProposalRequest, select_best
@@ -30,15 +33,19 @@ from sessions import ProposerConfig, propose_by_agent
 PROPOSERS = ("rules", "cmd", "api")
 
 
-def make_proposer(settings: ProposerConfig,
-                  closed: tuple[Path, ...] = ()) -> Callable[[ProposalRequest], list[Candidate]]:
-    """The one that --proposer names. `closed`: what an agent must not read, as it holds the references."""
-    if settings.proposer == "rules":
-        return propose_by_rules
-    from agent_api import run_api_agent
-    from agent_cmd import run_command_agent
-    run_agent = {"cmd": run_command_agent, "api": run_api_agent}[settings.proposer]
-    return partial(propose_by_agent, settings=settings, run_agent=run_agent, closed=closed)
+def make_proposer(settings: ProposerConfig, closed: tuple[Path, ...] = (), guarded: tuple[Path, ...] = (),
+                  waived: tuple[str, ...] = ()) -> Callable[[ProposalRequest], list[Candidate]]:
+    """The one that --proposer names; UsageError if it cannot work. The rest is propose_by_agent's."""
+    match settings.proposer:
+        case "cmd":
+            check_settings(settings, waived)
+            run_agent = run_command_agent
+        case "api":
+            settings, run_agent = check_settings_api(settings), run_api_agent
+        case _:
+            return propose_by_rules
+    return partial(propose_by_agent, settings=settings, run_agent=run_agent, closed=closed, guarded=guarded,
+                   waived=waived)
 
 
 def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mechanism]) -> frozenset[str]:

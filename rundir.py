@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
@@ -23,6 +25,8 @@ from typing import TextIO
 from screen import Screen
 from track import NO_TRACKER, TrackerError
 
+ROOT = Path(__file__).resolve().parent
+BIG_BYTES = 8 << 20                     # a larger file is not hashed
 FORMAT = 3                              # of the directory; a run of another one is neither resumed nor reported on
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
 AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",
@@ -226,3 +230,32 @@ def write_atomically(path: Path, text: str) -> None:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
+    """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
+    and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
+    found, open_ends = {}, [Path(path).resolve() for path in paths]
+    while open_ends:
+        path = open_ends.pop()
+        if path.name == "__pycache__" or but and path == but.resolve():
+            continue
+        try:
+            seen = path.stat()
+            if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
+                found[str(path)] = f"link to {path.readlink()}"
+            elif stat.S_ISDIR(seen.st_mode):
+                open_ends += path.iterdir()
+            elif seen.st_size > BIG_BYTES:
+                found[str(path)] = f"{seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+            elif stat.S_ISREG(seen.st_mode):
+                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            found[str(path)] = f"cannot be read: {error.strerror}"
+    return found
+
+
+def scorer_paths() -> list[Path]:
+    """What of this repository decides a score, or what a run goes on to do."""
+    return [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("*.jinja")), ROOT / "run.sh", ROOT / "harnesses",
+            ROOT / "prompts", ROOT / "embedded"]

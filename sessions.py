@@ -14,7 +14,6 @@ archive, in `sessions/iteration_02/`, stay the record of each session (session_1
 Who the agent is, is a function from `Workplace` to `Session`: a command (agent_cmd.py) or our own (agent_api.py).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -24,13 +23,13 @@ import subprocess
 import tempfile
 import time
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from harness_search import Bill, Candidate, ProposalRequest, SearchError, select_best
 from rollout import derive_seed
-from rundir import write_atomically
+from rundir import fingerprint, write_atomically
 
 ROOT = Path(__file__).resolve().parent
 PREFIX = "whale-proposer-"
@@ -39,7 +38,6 @@ PAUSE_S = 5.0                   # before the second try; doubled before each fur
 MAX_SLOT_BYTES = 1_000_000      # of a file that is taken; the gates allow far less, and say so
 N_STRAYS = 20                   # paths that a report names
 N_LOOKED_AT = 100_000           # files of a working copy that are compared
-BIG_BYTES = 8 << 20             # a larger file is not hashed
 
 
 class ProposerFailed(SearchError):
@@ -119,7 +117,8 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
                  closed: tuple[Path, ...], guarded: tuple[Path, ...],
                  waived: tuple[str, ...]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
-    number = 1 + len(list(request.notes.glob("session_*.json")))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in request.notes.glob("session_*.json")]
+    number, n_ended = 1 + len(records), sum(record["end"] != "killed" for record in records)
     record = request.notes / f"session_{number}.json"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
     copy = folder / "work"
@@ -131,7 +130,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
         sealed, before = fingerprint((request.folder, *guarded), request.notes.parent), stamps_of(copy)
         session = run_agent(Workplace(
             copy, request.slots, request.notes / f"transcript_{number}.txt", settings, min(limits, default=None),
-            derive_seed(*request.seed), closed, waived))
+            derive_seed(*request.seed, n_ended), closed, waived))
         after = stamps_of(copy)
         own = {f"{slot}.py" for slot in request.slots} | {"proposal.json", "report.md"}
         strays = sorted(path for path in before.keys() | after.keys()
@@ -231,35 +230,6 @@ def remove_tree(folder: Path) -> None:
 def plain(text: str) -> str:
     """Text that can be written and shown: no lone surrogate, and no escape code that would drive a terminal."""
     return "".join("\ufffd" if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c for c in text)
-
-
-def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
-    """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
-    and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
-    found, open_ends = {}, [Path(path).resolve() for path in paths]
-    while open_ends:
-        path = open_ends.pop()
-        if path.name == "__pycache__" or but and path == but.resolve():
-            continue
-        try:
-            seen = path.stat()
-            if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
-                found[str(path)] = f"link to {path.readlink()}"
-            elif stat.S_ISDIR(seen.st_mode):
-                open_ends += path.iterdir()
-            elif seen.st_size > BIG_BYTES:
-                found[str(path)] = f"{seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
-            elif stat.S_ISREG(seen.st_mode):
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            found[str(path)] = f"cannot be read: {error.strerror}"
-    return found
-
-
-def scorer_paths() -> list[Path]:
-    """What of this repository decides a score, or what a run goes on to do."""
-    return [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("*.jinja")), ROOT / "run.sh", ROOT / "harnesses",
-            ROOT / "prompts", ROOT / "embedded"]
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:

@@ -30,7 +30,7 @@ import team
 from acceptance import kept_rollouts
 from config import (
     ALTERNATING, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
-    load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
+    guarded_paths, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
@@ -106,6 +106,8 @@ class Run:
         check_schedule(cfg, len(self.train), len(self.harness_tasks))
         if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
+        self.proposer = cfg.method != "weight" and make_proposer(
+            proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived)
         check_disk(cfg)
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
@@ -125,7 +127,7 @@ class Run:
         if cfg.method != "harness" and not self.engine.takes_weights:
             raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
                              "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
-        layers = self.sandbox.layers
+        layers = self.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
@@ -147,6 +149,12 @@ class Run:
         gc.collect()
         gc.freeze()                             # what was loaded stays: looking through it again takes 0.2 s each time
         self.dir.clock("setup")
+
+    @property
+    def layers(self) -> dict:
+        """Of the sandbox; what was waived for the proposer beside them."""
+        layers, cfg = self.sandbox.layers, self.cfg
+        return layers | {"waived": [*layers["waived"], *(name for name in cfg.waived if name not in cfg.waived_layers)]}
 
     # -- schedule --
 
@@ -287,9 +295,7 @@ class Run:
             sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
             forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive),
             rollout_cfg=self.team.rollout_cfg, roll_out=self.team.roll_out,
-            n_candidates=self.cfg.candidates,
-            proposer=make_proposer(proposer_config(self.cfg), secret_paths(self.cfg)),
-            on_candidate=self.bar, n_done=self.n_iterations(phase), rule=self.cfg.accept,
+            n_candidates=self.cfg.candidates, proposer=self.proposer, on_candidate=self.bar, n_done=self.n_iterations(phase), rule=self.cfg.accept,
             fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
@@ -416,7 +422,8 @@ class Run:
         self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
                                model=cfg.model, n_eval=cfg.n_eval,
                                verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
-                               select=cfg.select, cycles=len(self.state.accepted), sandbox=self.sandbox.layers,
+                               select=cfg.select, cycles=len(self.state.accepted),
+                               sandbox=self.layers,
                                version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
                                usd={"known": round(self.caps.usd, 4), "unpriced_sessions": unpriced})
         self.dir.save()

@@ -24,7 +24,7 @@ from agent_api import run_api_agent
 from agent_tools import Workbench
 from chat_endpoint import check_settings_api
 from envs import MathEnv
-from gates import ForbiddenText
+from lint import ForbiddenText
 from rundir import UsageError
 from sandbox import Sandbox
 from servers import MODEL, free_port
@@ -758,6 +758,3 @@ def test_canary(server, tmp_path, engine, sandbox):
         for secret in (task.answer, task.answer.replace("-", ""), task.answer[:8]):
             assert secret not in content
 
-
-if not hasattr(Workplace, "seed"):
-    Workplace.seed = 0

@@ -17,13 +17,15 @@ import pytest
 
 import agent_cmd
 import jail
+import rundir
 import sessions
 import test_harness_search as small
 import warden
 from agent_cmd import LAYER, Tally, check_settings, fill, run_command_agent, words_of
 from harness_search import SearchError
 from rundir import UsageError
-from sessions import ProposerConfig, ProposerFailed, Workplace, fingerprint, propose_by_agent, scorer_paths
+from rundir import fingerprint, scorer_paths
+from sessions import ProposerConfig, ProposerFailed, Workplace, propose_by_agent
 from test_harness_search import TASKS, make_search
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -642,7 +644,7 @@ def test_killed_in_the_middle_of_a_session(tmp_path, engine, sandbox, begun):
 
 
 def test_fingerprint(tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions, "BIG_BYTES", 100)
+    monkeypatch.setattr(rundir, "BIG_BYTES", 100)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "small").write_text("x")
     (tmp_path / "a" / "big").write_text("x" * 200)
