@@ -53,6 +53,7 @@ from screen import Screen
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
+from server_call import read_urls
 from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
@@ -116,6 +117,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         raise UsageError(f"--max-len {cfg.max_len}: a rollout of that length does not fit --micro-tok {cfg.micro_tok}")
     if (cfg.engine == "server") != bool(cfg.urls):
         raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
+    if cfg.urls:
+        read_urls(cfg.urls)
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:

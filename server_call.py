@@ -35,13 +35,17 @@ class ServerRefused(EngineDied):
         self.status, self.answer = status, answer
 
 
-def base_of(url: str) -> str:
-    """A server's URL without the /v1 that it may end in. ModelError if it is none, or if it holds a secret."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-        shown = re.sub(r"//[^/]*@|\?.*", "...", url)
-        raise ModelError(f"--urls: {shown} is not like http://127.0.0.1:8000/v1; a key belongs in {KEY}")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+def read_urls(urls: str) -> list[str]:
+    """Each once, without the /v1 that it may end in. ModelError if one is no server's, or if it holds a secret."""
+    bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls.split(",") if url.strip()]
+    for url in bases:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
+            shown = re.sub(r"//[^/]*@|\?.*", "...", url)
+            raise ModelError(f"--urls: {shown} is not like http://127.0.0.1:8000/v1; a key belongs in {KEY}")
+    if not bases:
+        raise ModelError("--engine server needs --urls URL,URL")
+    return list(dict.fromkeys(bases))
 
 
 class Client:
@@ -79,7 +83,7 @@ class Client:
         if status >= 500 or status in (408, 429):
             wait = response.headers.get("Retry-After", "")                      # seconds; a date is not looked at
             return ServerFailed(message, status, answer, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0)
-        return ServerRefused(message + f" ({ADVICE[status]})" * (status in ADVICE), status, answer)
+        return ServerRefused(f"{message} ({ADVICE[status]})" if status in ADVICE else message, status, answer)
 
     def _clean(self, text: str) -> str:
         """Some servers say the key in their answer."""

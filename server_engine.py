@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from engine import (
     Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
     load_generation_config, load_model, load_tokenizer, locate, stop_ids_of, untied_weights, write_weights)
-from server_call import Client, ServerFailed, ServerRefused, base_of
+from server_call import Client, ServerFailed, ServerRefused, read_urls
 from server_chat import Chat
 from vllm_engine import EMBEDDING, HEAD, POLL_S, sampling_of
 
@@ -78,10 +78,7 @@ class ServerEngine:
         self._noted: set[str] = set()
         self._call = Client().call
         self.closed = threading.Event()
-        bases = [base_of(url.strip()) for url in urls.split(",") if url.strip()]
-        self.servers = [self._meet(base) for base in dict.fromkeys(bases)]
-        if not self.servers:
-            raise ModelError("--engine server needs --urls URL,URL")
+        self.servers = [self._meet(url) for url in read_urls(urls)]
         dtypes = {server.dtype for server in self.servers}
         if len(dtypes) > 1:
             raise ModelError("--urls: all servers must compute in one dtype, and all or none in dev mode; these are "
