@@ -101,7 +101,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
             raise UsageError(f"search-harness --method {given['method']}: it is --method harness alone")
         if given.get("engine") == "server" and "model" not in given:
             raise UsageError("search-harness --engine server needs --model NAME, as the server calls it")
-        given = {"cycles": 1, "one_search": True, **given}
+        device = {"device": "cpu"} if given.get("engine") == "server" else {}           # nothing is computed here
+        given = {"cycles": 1, "one_search": True, **device, **given}
     known = {**PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {})}
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),

@@ -118,6 +118,7 @@ class Chat:
                 if error.status in (400, 413) and TOO_LONG.search(error.answer):
                     n_tok //= 2
                     if n_tok < min(LEAST_TOK, params.max_tokens):
+                        self.note(f"{url} finds some prompts too long: their rollouts end there")
                         return Completion(id, [], "too_long")
                 elif not self._adapt(url, body, error):
                     raise

@@ -29,7 +29,7 @@ import rollout
 import sched
 import team
 from config import (
-    ALTERNATING, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
+    ALTERNATING, PRESETS, PROPOSERS, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
     load_splits, n_steps, open_judge, read_file, rollout_budget)
 from gates import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
@@ -116,6 +116,10 @@ class Run:
         self.dir.track = open_tracker(cfg.track, self.dir.path, asdict(cfg))
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
+        tiny = PRESETS["tiny"]
+        if cfg.model != tiny["model"] and (cfg.preset, cfg.max_assistant_tok) == ("tiny", tiny["max_assistant_tok"]):
+            self.say(f"--max-assistant-tok {cfg.max_assistant_tok} for a rollout is meant for the embedded model; so are "
+                     "--max-len, --tool-s and --harness-s")
         if cfg.judge_url:
             self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
         self.team = team.lead(cfg, self.env, self.ranks)
