@@ -118,8 +118,8 @@ class Run:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
         tiny = PRESETS["tiny"]
         if cfg.model != tiny["model"] and (cfg.preset, cfg.max_assistant_tok) == ("tiny", tiny["max_assistant_tok"]):
-            self.say(f"--max-assistant-tok {cfg.max_assistant_tok} for a rollout is meant for the embedded model, and so "
-                     "--max-len, --tool-s and --harness-s")
+            self.say(f"--max-assistant-tok {cfg.max_assistant_tok} a rollout: this, --max-len, --tool-s and "
+                     "--harness-s are sized for the embedded model")
         if cfg.judge_url:
             self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
         self.team = team.lead(cfg, self.env, self.ranks)
