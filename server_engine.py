@@ -216,9 +216,9 @@ class ServerEngine:
         """What a server serves and can do."""
         try:
             cards = self._call(url, "GET", "/v1/models", limit_s=30)["data"]
-            names, lengths = [card["id"] for card in cards], [card.get("max_model_len") for card in cards]
+            names, lengths = [str(card["id"]) for card in cards], [card.get("max_model_len") for card in cards]
             roots = {card.get("root"): card["id"] for card in cards}
-        except (ServerFailed, ServerRefused, LookupError, TypeError) as error:
+        except (ServerFailed, ServerRefused, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"--urls: {url} is no OpenAI-compatible server that answers: {error}") from None
         try:
             config = self._call(url, "GET", "/server_info?config_format=json", limit_s=30)["vllm_config"]
@@ -249,11 +249,12 @@ class ServerEngine:
                    "--max-len, their number is estimated")
 
     def _name_at(self, server: Server, model: str) -> str:
-        """What a server calls the model: its name there, the folder that it was started with, or the only one there."""
+        """What a server calls the model: its name there, the folder or hub name that it was started with; for a folder
+        here, the only one there."""
         for name in (model, f"{model}:latest", server.roots.get(model)):
             if name in server.lengths:
                 return name
-        if self.tokenizer is not None and len(server.lengths) == 1:
+        if Path(model).exists() and len(server.lengths) == 1:
             self._note(f"{server.url} serves {server.name}; its tokenizer is taken to be that of --model {model}")
             return server.name
         names = sorted(server.lengths)
