@@ -254,7 +254,7 @@ class ServerEngine:
         for name in (model, f"{model}:latest", server.roots.get(model)):
             if name in server.lengths:
                 return name
-        if Path(model).exists() and len(server.lengths) == 1:
+        if self.tokenizer is not None and Path(model).exists() and len(server.lengths) == 1:
             self._note(f"{server.url} serves {server.name}; its tokenizer is taken to be that of --model {model}")
             return server.name
         names = sorted(server.lengths)
