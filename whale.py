@@ -123,7 +123,7 @@ class Run:
         if cfg.judge_url:
             self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
         self.team = team.lead(cfg, self.env, self.ranks)
-        self.sandbox, self.engine = self.team.sandbox, self.team.engine
+        self.sandbox, self.engine, self.trainer = self.team.sandbox, self.team.engine, self.team.trainer
         layers = self.sandbox.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
