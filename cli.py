@@ -1,6 +1,7 @@
 """The command line that `bash run.sh` hands over to: the runs, and the small commands that use one part alone.
 
     math | search | chess [flags]                    a run (whale.py); the same command again resumes it
+    search-harness math [flags]                      a run that searches a harness once and trains nothing
     eval math --harness FILE --model DIR             mean@n of one harness and one model on one split
     check-harness math FILE                          the gates and probes on one harness file
     sandbox FILE.py [--seconds 2 --mb 256]           one snippet as the Python tool runs it
@@ -55,6 +56,7 @@ from screen import Screen
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
+from server_call import read_urls
 from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
@@ -97,6 +99,13 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     preset = args.preset or Config(domain=domain).preset
     given = {knob.name: getattr(args, knob.name) for knob in fields(Config)
              if knob.name != "domain" and getattr(args, knob.name) is not None}
+    if args.word == "search-harness":
+        if given.setdefault("method", "harness") != "harness":
+            raise UsageError(f"search-harness --method {given['method']}: it is --method harness alone")
+        if given.get("engine") == "server" and "model" not in given:
+            raise UsageError("search-harness --engine server needs --model NAME, as the server calls it")
+        device = {"device": "cpu"} if given.get("engine") == "server" else {}           # nothing is computed here
+        given = {"cycles": 1, "one_search": True, **device, **given}
     known = {**PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {})}
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
@@ -115,6 +124,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         raise UsageError(f"--max-len {cfg.max_len}: a rollout of that length does not fit --micro-tok {cfg.micro_tok}")
     if (cfg.engine == "server") != bool(cfg.urls):
         raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
+    if cfg.urls:
+        read_urls(cfg.urls)
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
@@ -131,7 +142,7 @@ def check_layers(waived: tuple[str, ...], known: tuple[str, ...] = LAYERS) -> No
 
 
 def command_run(args: argparse.Namespace) -> int:
-    cfg = resolve_config(args, args.word)
+    cfg = resolve_config(args, args.domain)
     run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
@@ -168,6 +179,7 @@ def command_eval(args: argparse.Namespace) -> int:
     with closing(engine), sandbox, Screen(quiet=args.json).bar("rollouts", len(tasks) * n) as advance:
         traces = rollout.run(engine, env, sandbox, source, tasks, n, (cfg.seed, "eval", 0), rollout_cfg,
                              lambda trace: advance())
+    print(*engine.notes, sep="\n", end="\n" if engine.notes else "", file=sys.stderr)
     means = task_means(traces, n)
     key = hashlib.sha256(json.dumps([source, args.split, n, asdict(cfg)]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
@@ -267,7 +279,10 @@ def build_parser() -> argparse.ArgumentParser:
         return sub
 
     for domain in CHOICES["domain"]:
-        add_config_flags(word(domain, command_run, help="alternate weight and harness phases"), domain)
+        sub = word(domain, command_run, help="alternate weight and harness phases")
+        sub.set_defaults(domain=domain)
+        add_config_flags(sub, domain)
+    add_config_flags(word("search-harness", command_run, help="search a harness once; train nothing"))
     sub = word("compare", lambda args: compare.command_compare(
         resolve_config(args, args.domain), args.methods, args.schedules, args.seeds, args.jobs),
         help="methods or schedules on the same seeds and budgets")

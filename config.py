@@ -59,6 +59,7 @@ class Config:
     min_iterations: int = 6
     max_iterations: int = 16
     stagewise_phases: int = 0               # weight phases before the harness phases of `stagewise`; 0: as WHALE has
+    one_search: bool = False                # harness: one search of `iterations` a cycle, whatever rollouts that takes
     finish: str = "budget"                  # harness: when weights were trained last, one more harness phase
     # rollouts
     prompt_batch: int = 256
@@ -96,7 +97,7 @@ class Config:
     device: str = "cpu"                     # cpu or cuda; with several ranks, one GPU each
     tp: int = 1                             # vllm: GPUs an engine
     gpu_memory_frac: float = 0.5            # vllm: of a GPU's memory while it samples; the trainer has the rest
-    urls: str = ""                          # server: comma-separated URLs of vLLM or OpenAI-compatible servers
+    urls: str = ""                          # server: URLs, comma-separated; a key for them is in WHALE_ENGINE_KEY
     share: str = ""                         # server: a folder that they see too, for weights; "": in the run directory
     # who writes new harnesses, what that may cost, and which is accepted
     proposer: str = "rules"                 # rules: embedded; cmd: a coding agent; api: a model behind a chat endpoint
@@ -189,6 +190,10 @@ def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
     least = least_search if cfg.method == "harness" else least_weight_step(cfg)
     if budget < least:
         raise UsageError(f"--rollouts {budget}: {cfg.method} needs at least {least} to begin")
+    if cfg.one_search and cfg.method != "harness":
+        raise UsageError(f"--one-search is for --method harness, not {cfg.method}")
+    if cfg.one_search and cfg.iterations < 2:
+        raise UsageError(f"--iterations {cfg.iterations}: the first one scores the incoming harness; a search takes 2")
     if cfg.finish == "harness" and cfg.method not in ALTERNATING:
         raise UsageError(f"--finish harness is for {', '.join(ALTERNATING)}; {cfg.method} has its phases as they are")
 
@@ -199,10 +204,10 @@ def least_weight_step(cfg: Config) -> int:
 
 
 def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
-    """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take."""
+    """Training rollouts: what was asked for, or what `cycles` cycles of WHALE take, or of a search alone."""
+    weight_steps = 0 if cfg.one_search else n_steps("--epochs", cfg.epochs, cfg, n_train)
     planned = sched.planned_rollouts(
-        n_steps("--epochs", cfg.epochs, cfg, n_train), cfg.prompt_batch, cfg.group_size, cfg.iterations,
-        cfg.candidates, n_harness_tasks, cfg.cycles)
+        weight_steps, cfg.prompt_batch, cfg.group_size, cfg.iterations, cfg.candidates, n_harness_tasks, cfg.cycles)
     return cfg.rollouts or planned + cfg.cycles * kept_rollouts(cfg.accept, n_harness_tasks)
 
 

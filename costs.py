@@ -33,7 +33,9 @@ def plan_search(cfg: Config, n_train: int, n_tasks: int, n_test: int) -> Plan:
     budget = rollout_budget(cfg, n_train, n_tasks)
     iterations = cfg.max_iterations if cfg.method == "adaptive" else cfg.iterations
     phases, archives = (0, 0) if cfg.method == "weight" else (cfg.cycles, cfg.cycles)
-    if cfg.method in ("harness", "stagewise"):
+    if cfg.one_search:
+        proposals, archives = (cfg.iterations * cfg.cycles - 1) * cfg.candidates, 1
+    elif cfg.method in ("harness", "stagewise"):
         step = n_steps("--epochs", cfg.epochs, cfg, n_train) * cfg.prompt_batch * cfg.group_size
         weights = step * (cfg.stagewise_phases or cfg.cycles) if cfg.method == "stagewise" else 0
         in_archive = max(1, (budget - weights) // n_tasks)                      # harnesses that are scored

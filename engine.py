@@ -11,6 +11,7 @@ re-tokenised. The contract, kept by transformers_engine.py, vllm_engine.py and s
     idle, version, tokenizer, stop_ids, max_len
     exact                                   the same requests in the same order are answered with the same tokens
     takes_weights                           or it serves what it serves (an OpenAI-compatible server)
+    notes                                   what its user should know of it, until it is taken from there
 """
 
 import hashlib
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
@@ -57,6 +58,7 @@ class Completion:
     id: Hashable
     ids: list[int]                   # sampled ids, the stop token included
     finish: str                      # "stop", "length", or "too_long": the prompt does not fit and nothing was sampled
+    usage: tuple[int, int] | None = None    # tokens of prompt and completion as a server counted them, if ids are none
 
 
 def weights_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -119,9 +121,9 @@ def check_names(shapes: dict[str, tuple[int, ...]], given: dict[str, torch.Tenso
             raise ModelError(f"weights do not match: {name} is {tuple(shapes[name])}, got {tuple(tensor.shape)}")
 
 
-def stop_ids_of(model: torch.nn.Module, tokenizer) -> set[int]:
+def stop_ids_of(generation: GenerationConfig | None, tokenizer) -> set[int]:
     """The tokens that end a completion, as tokenizer and generation_config.json name them."""
-    stops = model.generation_config.eos_token_id if model.generation_config else None
+    stops = generation.eos_token_id if generation else None
     return {tokenizer.eos_token_id} | set([stops] if isinstance(stops, int) else stops or [])
 
 
@@ -158,6 +160,29 @@ def load_tokenizer(model: str):
     if tokenizer.eos_token_id is None:
         raise ModelError(f"--model {model}: its tokenizer names no eos_token, so no reply could end")
     return tokenizer
+
+
+def find_tokenizer(model: str):
+    """The tokenizer of a model that is on this machine, else None. Nothing is downloaded."""
+    path = Path(model)
+    if (path / "config.json").is_file() or path.suffix == ".gguf" and path.is_file():
+        return load_tokenizer(model)
+    if model.count("/") == 1 and not model.startswith((".", "/")):
+        try:
+            return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        except (OSError, ValueError):           # it is not, or not whole
+            pass
+    return None
+
+
+def load_generation_config(model: str) -> GenerationConfig:
+    """Of a model that is on this machine, as the loaded model would have it."""
+    with naming_the_model(model):
+        where = locate(model)
+        try:
+            return GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"], local_files_only=True)
+        except OSError:
+            return GenerationConfig.from_model_config(AutoConfig.from_pretrained(**where, local_files_only=True))
 
 
 def load_model(model: str | Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> torch.nn.Module:

@@ -179,7 +179,7 @@ def two_steps(cfg: config.Config) -> dict:
         spent = {kind: round(run.dir.spent(kind, "seconds"), 1) for kind in ("setup", "weight", "eval")}
         n_tok = {kind: int(run.dir.spent(kind, "completion_tok")) for kind in ("weight", "eval")}
         return {"weight_steps": run.state.weight_step, "rollouts": run.dir.training_rollouts(),
-                "version": run.trainer.version, "seconds": spent, "sampled_tok": n_tok,
+                "version": run.team.version, "seconds": spent, "sampled_tok": n_tok,
                 "run_s": round(time.monotonic() - started, 1)}
     finally:
         run.close()

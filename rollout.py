@@ -74,6 +74,15 @@ class Call:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     finish: str
+    usage: tuple[int, int] | None = None            # Completion.usage
+
+    @property
+    def n_prompt_tok(self) -> int:
+        return self.usage[0] if self.usage else len(self.prompt_ids)
+
+    @property
+    def n_tok(self) -> int:
+        return self.usage[1] if self.usage else len(self.completion_ids)
 
 
 @dataclass
@@ -95,11 +104,11 @@ class Trace:
 
     @property
     def n_tok(self) -> int:
-        return sum(len(call.completion_ids) for call in self.calls)
+        return sum(call.n_tok for call in self.calls)
 
     @property
     def n_prompt_tok(self) -> int:
-        return sum(len(call.prompt_ids) for call in self.calls)
+        return sum(call.n_prompt_tok for call in self.calls)
 
     @property
     def n_tool_calls(self) -> int:
@@ -400,7 +409,7 @@ class Batch:
         full, content = self.prompter.read(completion, live.stop)
         if live.text.rstrip().endswith("<think>"):      # opened by the template (Qwen3.5): what follows is thinking
             content = "<think>\n" + content
-        live.trace.calls.append(Call(live.ids, tuple(completion.ids), completion.finish))
+        live.trace.calls.append(Call(live.ids, tuple(completion.ids), completion.finish, completion.usage))
         live.text, live.ids = live.text + full, live.ids + tuple(completion.ids)
         self._resume(program, {"content": content, "tool_calls": parse_tool_calls(content),
                                "finish": completion.finish})

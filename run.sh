@@ -4,6 +4,7 @@
 #
 #   bash run.sh math [--seed 0 ...]      alternate weight and harness phases on the embedded model (about 3 minutes)
 #   bash run.sh search | chess           the same on the other two domains (about 4 minutes each)
+#   bash run.sh search-harness math      searches a harness once and trains nothing; with --engine server, of any model
 #   bash run.sh compare math             all methods, three seeds, the same budget: a table and a figure (about 35 minutes)
 #   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
@@ -18,7 +19,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess compare report export eval check-harness sandbox verify data retriever bench gpu-check test test-vllm"
+words="math search chess search-harness compare report export eval check-harness sandbox verify data retriever bench gpu-check test test-vllm"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}
@@ -79,7 +80,7 @@ python=$env/bin/python
 case $word in
   test) cd "$root" && exec "$python" -m pytest "$@" ;;
   test-vllm) cd "$root" && exec "$python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
-  math|search|chess) ;;
+  math|search|chess|search-harness) ;;
   *) exec "$python" "$root/cli.py" "$word" "$@" ;;
 esac
 

@@ -9,7 +9,9 @@ and reloaded by every server, which is then asked for its digests. Every complet
 that sampled it: one of another version (of a server that was restarted) is thrown away, and the server is given the
 weights again. Dev mode lets whoever reaches the port change the model: use it on a network of your own.
 
-A server that speaks only OpenAI's /v1/completions cannot take weights; it serves `--method harness`, and `eval`.
+Any other OpenAI-compatible server cannot take weights; it serves `search-harness`, `--method harness`, and `eval`. It
+is given token ids over /v1/completions, if it takes them there and --model is a model on this machine; else messages
+over /v1/chat/completions, and --model is the model's name there (server_chat.py).
 """
 
 import hashlib
@@ -21,44 +23,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import requests
 import torch
 import torch.nn.functional as F
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, load_model, load_tokenizer,
-    stop_ids_of, untied_weights, write_weights)
+    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
+    load_generation_config, load_model, load_tokenizer, locate, stop_ids_of, untied_weights, write_weights)
+from server_call import Client, ServerFailed, ServerRefused, read_urls
+from server_chat import Chat
 from vllm_engine import EMBEDDING, HEAD, POLL_S, sampling_of
 
 N_TRIES = 6             # of a request, each after a longer pause and, where there is another, on another server
+N_BUSY_TRIES = 10       # of one that all find too busy (429): nine minutes in all
 PAUSE_S = 1.0           # before the second try; doubled before each further one
+LONGEST_PAUSE_S = 600   # that a server may ask for
 DOWN_S = 30             # that a server which failed is asked only if there is no other
 ANSWER_S = 60           # to answer, and for a completion
 TOKEN_S = 0.25          # more for each token of it
 LOAD_S = 900            # to reload the weights
+N_NAMES = 20            # of models, in an error
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
          "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
 PADDED_TO = 64          # rows of an embedding, as vLLM pads it with zeros
 EMPTY = hashlib.sha256(b"").hexdigest()         # of a weight that a CPU server keeps repacked, out of sight
 
 
-class ServerFailed(RuntimeError):
-    """This try failed; another may not."""
-
-
-class ServerRefused(EngineDied):
-    """The server answers, and will not do this: another try would get the same."""
-
-
 @dataclass(eq=False)
 class Server:
-    url: str
-    name: str                                   # of the model that it serves
-    max_len: int
+    url: str                                    # without /v1
+    lengths: dict[str, int | None]              # of the contexts of the models that it serves, by name
+    roots: dict[str | None, str]                # the folders or hub names that they are from, and their names here
+    name: str                                   # of the one that is asked
     dtype: str                                  # that it computes in, e.g. "bfloat16"; "": it cannot take weights
     n_running: int = 0
     down_until: float = 0.0                     # time.monotonic()
     lock: threading.Lock = field(default_factory=threading.Lock)       # held while it is given weights
+
+    @property
+    def max_len(self) -> int:
+        return self.lengths.get(self.name) or 1 << 30
 
 
 class ServerEngine:
@@ -71,19 +74,17 @@ class ServerEngine:
     exact = False
 
     def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
-        self.tokenizer = load_tokenizer(model)
-        self.local = threading.local()          # a connection pool a thread
+        self.notes: list[str] = []
+        self._noted: set[str] = set()
+        self._call = Client().call
         self.closed = threading.Event()
-        self.servers = [self._meet(url.strip().rstrip("/")) for url in urls.split(",") if url.strip()]
-        if not self.servers:
-            raise ModelError("--engine server needs --urls URL,URL")
+        self.servers = [self._meet(url) for url in read_urls(urls)]
         dtypes = {server.dtype for server in self.servers}
         if len(dtypes) > 1:
             raise ModelError("--urls: all servers must compute in one dtype, and all or none in dev mode; these are "
                              + ", ".join(f"{server.url} {server.dtype or 'no dev mode'}" for server in self.servers))
-        self.takes_weights = dtypes != {""}
+        self.takes_weights = dtypes != {""} and not all(is_but_served(model, server) for server in self.servers)
         self.dtype = getattr(torch, dtypes.pop() or "bfloat16")
-        self.max_len = min([max_len, *(server.max_len for server in self.servers)])
         self.share, self.folder, self.stamp = share, None, ""
         self.version, self.n_steps = 0, 0
         self.n_retries = 0                      # for the curious
@@ -95,11 +96,15 @@ class ServerEngine:
         self.n_threads = n_rows
         for _ in range(n_rows):                 # daemons: a server that does not answer keeps no process alive
             threading.Thread(target=self._work, daemon=True).start()
-        loaded = load_model(model)
-        self.config, self.stop_ids = loaded.config, stop_ids_of(loaded, self.tokenizer)
-        if self.takes_weights:                  # whatever they serve now, it is this from here on
+        self.chat, self.max_len = None, max_len
+        if not self.takes_weights:
+            self._settle(model)
+        else:                                   # whatever they serve now, it is this from here on
+            self.tokenizer, loaded = load_tokenizer(model), load_model(model)
+            self.config, self.stop_ids = loaded.config, stop_ids_of(loaded.generation_config, self.tokenizer)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in untied_weights(loaded).items()}
             self.load_weights(untied_weights(loaded).items(), 0)
+        self.max_len = min([max_len, *(server.max_len for server in self.servers)])
 
     # ---- the contract ----
 
@@ -210,8 +215,10 @@ class ServerEngine:
     def _meet(self, url: str) -> Server:
         """What a server serves and can do."""
         try:
-            card = self._call(url, "GET", "/v1/models", limit_s=30)["data"][0]
-        except (ServerFailed, ServerRefused, LookupError, TypeError) as error:
+            cards = self._call(url, "GET", "/v1/models", limit_s=30)["data"]
+            names, lengths = [str(card["id"]) for card in cards], [card.get("max_model_len") for card in cards]
+            roots = {card.get("root"): card["id"] for card in cards}
+        except (ServerFailed, ServerRefused, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"--urls: {url} is no OpenAI-compatible server that answers: {error}") from None
         try:
             config = self._call(url, "GET", "/server_info?config_format=json", limit_s=30)["vllm_config"]
@@ -225,46 +232,81 @@ class ServerEngine:
                            {"token_ids": [1], "sampling_params": {"max_tokens": 1}})
             except (ServerFailed, ServerRefused) as error:
                 raise ModelError(f"--urls: {error}") from None
-        return Server(url, card["id"], card.get("max_model_len") or 1 << 30, dtype)
+        return Server(url, dict(zip(names, lengths, strict=True)), roots, names[0] if names else "", dtype=dtype)
 
-    def _call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
-        """One request; ServerFailed unless it is answered with a JSON object."""
-        if not hasattr(self.local, "session"):
-            self.local.session = requests.Session()
-            self.local.session.trust_env = False
+    def _settle(self, model: str) -> None:
+        """How servers that take no weights are asked, and for which model. ModelError if they do not serve it."""
+        self.tokenizer = find_tokenizer(model)
+        for server in self.servers:
+            server.name = self._name_at(server, model)
+        if self.tokenizer is not None:
+            self.stop_ids = stop_ids_of(load_generation_config(model), self.tokenizer)
+            if all(map(self._takes_ids, self.servers)):
+                return
+        self.chat = Chat(self._call, self._note)
+        self.tokenizer = self.chat.tokenizer
+        self._note("the servers are asked over /v1/chat/completions; before they have counted tokens, as for "
+                   "--max-len, their number is estimated")
+
+    def _name_at(self, server: Server, model: str) -> str:
+        """What a server calls the model: its name there, the folder or hub name that it was started with; for a folder
+        here, the only one there."""
+        for name in (model, f"{model}:latest", server.roots.get(model)):
+            if name in server.lengths:
+                return name
+        if self.tokenizer is not None and Path(model).exists() and len(server.lengths) == 1:
+            self._note(f"{server.url} serves {server.name}; its tokenizer is taken to be that of --model {model}")
+            return server.name
+        names = sorted(server.lengths)
+        more = f" and {len(names) - N_NAMES} more" if len(names) > N_NAMES else ""
+        raise ModelError(f"--model {model}: {server.url} serves {', '.join(names[:N_NAMES]) or 'no model'}{more}")
+
+    def _takes_ids(self, server: Server) -> bool:
+        """Whether it has /v1/completions for token ids: it is asked for one token."""
         try:
-            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s or ANSWER_S))
-            if response.status_code != 200:
-                again = response.status_code >= 500 or response.status_code in (408, 429)
-                raise (ServerFailed if again else ServerRefused)(
-                    f"{url}{path} answered {response.status_code}: {response.text[:300]}")
-            answer = response.json() if response.content else {}
-        except (requests.RequestException, ValueError) as error:
-            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {str(error)[:300]}") from None
-        if not isinstance(answer, dict):
-            raise ServerFailed(f"{url}{path} answered no JSON object")
-        return answer
+            self._sample_text(server, "", [self.tokenizer.eos_token_id], SamplingParams(max_tokens=1, seed=0))
+        except ServerRefused as refusal:
+            if refusal.status in (401, 403):
+                raise ModelError(f"--urls: {refusal}") from None
+            return False
+        except ServerFailed as failure:
+            raise ModelError(f"--urls: {failure}") from None
+        return True
+
+    def _note(self, text: str) -> None:
+        """For the user, once."""
+        with self._lock:
+            if text not in self._noted:
+                self._noted.add(text)
+                self.notes.append(text)
 
     def _sample(self, id: Hashable, prompt_ids: list[int], params: SamplingParams) -> Completion:
         """One completion, by whichever server gives it. EngineDied when none does."""
-        error, tried = None, []
-        for attempt in range(N_TRIES):
-            if attempt:
+        error, tried, n_failed = None, [], 0
+        while n_failed < N_TRIES and len(tried) < N_BUSY_TRIES:
+            if tried:
                 self.n_retries += 1
-                if self.closed.wait(PAUSE_S * 2 ** (attempt - 1)):
+                apart = 1 + params.seed % 8 / 8         # not all at the same moment
+                if self.closed.wait(max(PAUSE_S * 2 ** (len(tried) - 1), error.wait_s) * apart):
                     break
             server = self._least_loaded(tried)
             tried.append(server)
             try:
                 if self.takes_weights:
                     return self._sample_tokens(server, id, prompt_ids, params)
+                if self.chat:
+                    return self.chat.sample(server.url, server.name, id, prompt_ids, params,
+                                            ANSWER_S + TOKEN_S * params.max_tokens)
                 return self._sample_text(server, id, prompt_ids, params)
             except ServerFailed as failure:
-                error, server.down_until = failure, time.monotonic() + DOWN_S
+                error, server.down_until = failure, time.monotonic() + max(DOWN_S, failure.wait_s)
+                n_failed += failure.status != 429
+                if failure.wait_s > LONGEST_PAUSE_S:
+                    break
             finally:
                 with self._lock:
                     server.n_running -= 1
-        raise EngineDied(f"a request failed {N_TRIES} times; last: {error}. The same command goes on from the last "
+        raise EngineDied(f"a request failed {len(tried)} times; last: {error}. The same command goes on from the last "
                          "finished step")
 
     def _least_loaded(self, tried: list[Server]) -> Server:
@@ -343,6 +385,14 @@ class ServerEngine:
                 if sha != EMPTY and (not split or name.endswith("norm.weight"))}
         common = held.keys() & self.digests.keys()
         return bool(common) and held.keys() <= self.digests.keys() and all(held[n] == self.digests[n] for n in common)
+
+
+def is_but_served(model: str, server: Server) -> bool:
+    """Whether `model` is a server's name for one, and none that could be loaded here."""
+    try:
+        return model in server.lengths and not locate(model)
+    except ModelError:
+        return True
 
 
 def digests_of(given: dict[str, torch.Tensor]) -> dict[str, str]:

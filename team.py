@@ -1,4 +1,4 @@
-"""What every rank has (environment, sandbox, engine, trainer) and what all ranks do together with it.
+"""What every rank has (environment, sandbox, engine; trainer, if there is training) and what all do together with it.
 
 Rank 0's call of a method marked `@together` is an order: the other ranks, which wait in `follow`, get its name and
 arguments and call it too. On one rank it is a plain call. Draws are seeded by their coordinates (task, sample, call),
@@ -57,7 +57,15 @@ class Team:
             ranks.gather(None)
             ranks.broadcast(None)
         self.served = 0                         # the version of the weights that all engines have
-        self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks)
+        if cfg.method != "harness" and self.engine and not self.engine.takes_weights:
+            raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
+                             "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
+        self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks) if cfg.method != "harness" else None
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.trainer.version if self.trainer else 0
 
     @together
     def roll_out(self, source: str, tasks: list[Task], n: int, seed: tuple[int | str, ...], *,
@@ -75,8 +83,8 @@ class Team:
             if judge:
                 judge.hear(news)
         found = {(trace.task_id, trace.sample): trace for traces, _ in of_ranks for trace in traces}
-        if stale := {trace.version for trace in found.values()} - {self.trainer.version}:
-            raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.trainer.version}")
+        if stale := {trace.version for trace in found.values()} - {self.version}:
+            raise RuntimeError(f"rollouts of weights {sorted(stale)}, and the trainer is at {self.version}")
         return [found[task.id, sample] for task in tasks for sample in range(n)] if found else []
 
     def share(self, items: Sequence) -> Sequence:

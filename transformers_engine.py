@@ -105,6 +105,7 @@ class TransformersEngine:
     """The Engine contract over a transformers causal LM whose layers are all (full or sliding) attention."""
 
     takes_weights = True
+    notes = ()
     exact = True                            # the same requests in the same order are answered with the same tokens
 
     def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cpu",
@@ -118,7 +119,7 @@ class TransformersEngine:
         self.window = config.sliding_window if "sliding_attention" in kinds else None
         self.device, self.n_rows = device, n_rows
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", max_len))
-        self.stop_ids = stop_ids_of(self.model, self.tokenizer)
+        self.stop_ids = stop_ids_of(self.model.generation_config, self.tokenizer)
         self.version = 0
         self.n_steps = 0
         self._forget()

@@ -49,6 +49,7 @@ class VllmEngine:
     """The Engine contract over a vLLM process. `dtype` is what it computes in: bf16 on a GPU, as the trainer does."""
 
     takes_weights = True
+    notes = ()
     exact = False                           # the same request may be answered otherwise beside other requests
 
     def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cuda", tp: int = 1,
@@ -62,7 +63,7 @@ class VllmEngine:
         config = self.config = loaded.config
         if tp > config.num_key_value_heads:
             raise ModelError(f"--tp {tp}: at most the {config.num_key_value_heads} key/value heads of {model}")
-        self.stop_ids = stop_ids_of(loaded, self.tokenizer)
+        self.stop_ids = stop_ids_of(loaded.generation_config, self.tokenizer)
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", max_len))
         self.tp, self.version, self.n_steps = tp, 0, 0
         base = cast(untied_weights(loaded).items(), self.dtype)

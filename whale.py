@@ -12,6 +12,7 @@ Differs from the paper:
 
     bash run.sh math | search | chess                        the whole loop on the embedded model
     bash run.sh math --method weight --seed 1                one phase switched off
+    bash run.sh search-harness math                          one harness search, no training
     bash run.sh eval math --harness FILE --model DIR         mean@8 of one harness and one model
     bash run.sh check-harness math FILE | sandbox FILE.py | verify math --cases FILE.jsonl
 """
@@ -29,8 +30,8 @@ import sched
 import team
 from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, Config, check_disk, check_schedule, code_version, identity_of, least_weight_step,
-    guarded_paths, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
+    ALTERNATING, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
+    least_weight_step, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from harness_search import Candidate, Outcome, Search
@@ -120,21 +121,24 @@ class Run:
         self.dir.track = open_tracker(cfg.track, self.dir.path, asdict(cfg))
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
+        tiny = PRESETS["tiny"]
+        if cfg.model != tiny["model"] and (cfg.preset, cfg.max_assistant_tok) == ("tiny", tiny["max_assistant_tok"]):
+            self.say(f"--max-assistant-tok {cfg.max_assistant_tok} a rollout: this, --max-len, --tool-s and "
+                     "--harness-s are sized for the embedded model")
         if cfg.judge_url:
             self.env.judge = open_judge(cfg, self.dir.path / "judge.jsonl")     # a resumed run decides alike
         self.team = team.lead(cfg, self.env, self.ranks)
         self.sandbox, self.engine, self.trainer = self.team.sandbox, self.team.engine, self.team.trainer
-        if cfg.method != "harness" and not self.engine.takes_weights:
-            raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
-                             "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
         layers = self.layers
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
         if self.ranks.world > 1:
-            self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines; the trainer is sharded over all")
+            self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines"
+                     + "; the trainer is sharded over all" * (cfg.method != "harness"))
         if self.engine.tokenizer.chat_template is None:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
+        self.tell_notes()
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
         self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
         if state.harness:
@@ -163,7 +167,7 @@ class Run:
 
     def phases(self) -> Iterator[sched.Phase]:
         cfg = self.cfg
-        fixed = (self.n_steps("--epochs", cfg.epochs), cfg.iterations)
+        fixed = (0 if cfg.one_search else self.n_steps("--epochs", cfg.epochs), cfg.iterations)
         window = self.n_steps("--patience-epochs", cfg.patience_epochs) if cfg.method == "adaptive" else 1
         adaptive = (window, cfg.patience_iterations, cfg.min_iterations, cfg.max_iterations)
         n_cycles = round(self.budget / rollout_budget(replace(cfg, cycles=1, rollouts=0), *self.sizes))     # of WHALE
@@ -178,9 +182,9 @@ class Run:
         return rollout_budget(self.cfg, *self.sizes)
 
     def left(self, phase: sched.Phase) -> int:
-        """Training rollouts that a phase may still spend. An alternating method runs its cycles; with --rollouts, and
-        for all other methods, the budget decides."""
-        if self.cfg.method in ALTERNATING and not self.cfg.rollouts:
+        """Training rollouts that a phase may still spend. An alternating method runs its cycles, search-harness its
+        one search; with --rollouts, and for all other methods, the budget decides."""
+        if (self.cfg.method in ALTERNATING or self.cfg.one_search) and not self.cfg.rollouts:
             return UNBOUNDED if phase.cycle <= self.cfg.cycles else 0
         if self.cfg.finish == "harness" and phase.kind == "harness" and self.untried_weights and (
                 self.budget - self.state.phase_start < 2 * len(self.harness_tasks)):        # the phase is an extra one
@@ -231,6 +235,7 @@ class Run:
                                         on_finish=lambda trace: advance())
         self.dir.charge(kind, **cost_of(traces))
         self.tell_judge()
+        self.tell_notes()
         return traces
 
     def bar(self, title: str, n_rollouts: int) -> AbstractContextManager[Callable[[], None]]:
@@ -246,6 +251,11 @@ class Run:
                          f"remembered {judge.n_cached}{failure}",
                          asked=judge.n_asked, failed=judge.n_failed, cached=judge.n_cached)
             judge.n_asked = judge.n_failed = judge.n_cached = 0
+
+    def tell_notes(self) -> None:
+        """Says what the engine has found out about its servers."""
+        while self.engine.notes:
+            self.say(self.engine.notes.pop(0))
 
     def finish_weight_step(self, phase: sched.Phase, traces: list[Trace], stats: StepStats) -> None:
         """Records the signal (mean reward), logs, saves. Stops a run that has nothing to learn from."""
@@ -264,7 +274,7 @@ class Run:
         self.dir.log(
             "weight_step", f"step {state.weight_step}: reward {reward:.3f}, accepted {len(accepted)} of {len(traces)}, "
             f"{loss} on {stats.n_supervised_tok:,} tokens, {per_s:.0f} rollouts/s with training",
-            cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.trainer.version,
+            cycle=phase.cycle, step=state.weight_step, harness=self.harness.name, version=self.team.version,
             reward=reward, accepted_frac=len(accepted) / len(traces), rollouts_per_s=per_s, rule=phase.rule.why,
             n_unique_accepted=len({trace.task_id for trace in accepted}), **asdict(stats), **rollout.summarise(traces))
         self.dir.write_traces("rollouts", f"step_{state.weight_step:06d}",
@@ -295,13 +305,14 @@ class Run:
             sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
             forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive),
             rollout_cfg=self.team.rollout_cfg, roll_out=self.team.roll_out,
-            n_candidates=self.cfg.candidates, proposer=self.proposer, on_candidate=self.bar, n_done=self.n_iterations(phase), rule=self.cfg.accept,
-            fst_h0=self.h0 if self.cfg.method == "fst" else "")
+            n_candidates=self.cfg.candidates, proposer=self.proposer, on_candidate=self.bar,
+            n_done=self.n_iterations(phase), rule=self.cfg.accept, fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
         """Logs the candidates, charges their rollouts, records the signal (the archive's best score), saves."""
         best, best_score = search.best()
         measured_s = 0.0
+        self.tell_notes()
         self.dir.charge("harness", **asdict(search.bill))
         for outcome in outcomes:
             candidate, score = outcome.candidate, outcome.score
@@ -356,7 +367,7 @@ class Run:
         state, n = self.state, self.cfg.n_eval
         if label in {row["label"] for row in state.evals}:
             return
-        what = {"harness_sha": sha256(self.harness.source), "version": self.trainer.version}
+        what = {"harness_sha": sha256(self.harness.source), "version": self.team.version}
         if state.evals and {key: state.evals[-1][key] for key in what} == what:     # the same rollouts once more
             state.evals.append({**state.evals[-1], "label": label, "training_rollouts": self.dir.training_rollouts()})
             mean = state.evals[-1]["mean"]

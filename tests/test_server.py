@@ -128,7 +128,7 @@ def test_harness_search_from_a_server(plain, tmp_path):
     assert [row["kind"] for row in rows(tmp_path / "h")].count("candidate") >= 2
     n_asked = len(plain.bodies)
     code, output = call("math", *small, "--name", "w")
-    assert code == 2 and "--method harness" in output and len(plain.bodies) == n_asked
+    assert code == 2 and "--method harness" in output and len(plain.bodies) == n_asked + 1      # whether it takes ids
     result = call_json("eval", "math", *small, "--n", 1)
     assert result["exit"] == 0 and result["n_ok"] == 24
 
@@ -147,7 +147,7 @@ engine.close()
 
 
 def test_a_server_that_hangs_keeps_no_process_alive(plain, tmp_path):
-    plain.faults = ["hang"] * 6
+    plain.faults = [None] + ["hang"] * 6                            # it is asked once whether it takes ids
     script = HOST.format(root=str(ROOT), tests=str(ROOT / "tests"), url=plain.url)
     started = time.monotonic()
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

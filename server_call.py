@@ -1,0 +1,90 @@
+"""One request to a server over HTTP, and what may come of it. The key is in the environment and goes nowhere else:
+
+    WHALE_ENGINE_KEY=... bash run.sh search-harness math --engine server --urls https://host/v1 --model NAME
+"""
+
+import os
+import re
+import threading
+from urllib.parse import urlsplit
+
+import requests
+
+from engine import EngineDied, ModelError
+
+KEY = "WHALE_ENGINE_KEY"
+ANSWER_S = 60           # to answer, where the caller names no limit
+N_SHOWN = 300           # characters of an answer in an error
+ADVICE = {401: f"set {KEY} to a key that it takes", 403: f"does the key in {KEY} allow this?",
+          404: "is the URL the one before /chat/completions, and --model a name that it serves?"}
+
+
+class ServerFailed(RuntimeError):
+    """This try failed; another may not. `wait_s`: how long the server asks to be left alone."""
+
+    def __init__(self, message: str, status: int = 0, answer: str = "", wait_s: float = 0.0):
+        super().__init__(message)
+        self.status, self.answer, self.wait_s = status, answer, wait_s
+
+
+class ServerRefused(EngineDied):
+    """The server answers, and will not do this: another try would get the same."""
+
+    def __init__(self, message: str, status: int = 0, answer: str = ""):
+        super().__init__(message)
+        self.status, self.answer = status, answer
+
+
+def read_urls(urls: str) -> list[str]:
+    """Each once, without the /v1 that it may end in. ModelError if one is no server's, or if it holds a secret."""
+    bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls.split(",") if url.strip()]
+    for url in bases:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
+            shown = re.sub(r"//[^/]*@|\?.*", "...", url)
+            raise ModelError(f"--urls: {shown} is not like http://127.0.0.1:8000/v1; a key belongs in {KEY}")
+    if not bases:
+        raise ModelError("--engine server needs --urls URL,URL")
+    return list(dict.fromkeys(bases))
+
+
+class Client:
+    """Calls servers, from many threads."""
+
+    def __init__(self):
+        self.key = os.environ.get(KEY, "")
+        if not (self.key.isascii() and self.key.isprintable() and self.key == self.key.strip()):
+            raise ModelError(f"{KEY} holds a character that no header may hold (a line end?)")
+        self.local = threading.local()          # a connection pool a thread
+
+    def call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
+        """The JSON object of the answer. ServerRefused or ServerFailed if there is none."""
+        if not hasattr(self.local, "session"):
+            self.local.session = requests.Session()
+            self.local.session.trust_env = False
+            self.local.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        if re.search(r"/v\d", urlsplit(url).path):
+            path = path.removeprefix("/v1")     # the URL ends in a version of its own: /v1beta/openai
+        try:
+            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s or ANSWER_S),
+                                                  allow_redirects=False)
+            if response.status_code != 200:
+                raise self._failure(url + path, response)
+            answer = response.json() if response.content else {}
+        except (requests.RequestException, ValueError, RecursionError) as error:
+            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {self._clean(str(error))[:N_SHOWN]}") from None
+        if not isinstance(answer, dict):
+            raise ServerFailed(f"{url}{path} answered no JSON object")
+        return answer
+
+    def _failure(self, where: str, response: requests.Response) -> ServerFailed | ServerRefused:
+        status, answer = response.status_code, self._clean(response.text)
+        message = f"{where} answered {status}: {answer[:N_SHOWN]}"
+        if status >= 500 or status in (408, 429):
+            wait = response.headers.get("Retry-After", "")                      # seconds; a date is not looked at
+            return ServerFailed(message, status, answer, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0)
+        return ServerRefused(f"{message} ({ADVICE[status]})" if status in ADVICE else message, status, answer)
+
+    def _clean(self, text: str) -> str:
+        """Some servers say the key in their answer."""
+        return text.replace(self.key, f"[{KEY}]") if self.key else text
