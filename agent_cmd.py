@@ -136,7 +136,8 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> No
         return
     program = words_of(settings)[0]
     if "{" not in program and not shutil.which(program):
-        raise UsageError(f"--proposer-cmd: there is no program {program!r} on PATH")
+        raise UsageError(f"--proposer-cmd: there is no program {program!r} on PATH: install it, name another agent, or "
+                         "do without one: --proposer rules")
     if settings.proposer_cmd == "opencode" and settings.proposer_model and "/" not in settings.proposer_model:
         raise UsageError(f"--proposer-model {settings.proposer_model}: opencode wants PROVIDER/MODEL")
     if sys.platform != "linux":

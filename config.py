@@ -100,7 +100,7 @@ class Config:
     urls: str = ""                          # server: URLs, comma-separated; a key for them is in WHALE_ENGINE_KEY
     share: str = ""                         # server: a folder that they see too, for weights; "": in the run directory
     # who writes new harnesses, what that may cost, and which is accepted
-    proposer: str = "rules"                 # rules: embedded; cmd: a coding agent; api: a model behind a chat endpoint
+    proposer: str = "cmd"                   # rules: embedded; cmd: a coding agent; api: a model behind a chat endpoint
     proposer_cmd: str = "claude"            # claude, codex, opencode, or a command with {dir}, {prompt_file}, {model}
     proposer_model: str = ""                # the name that the command or the endpoint knows
     proposer_url: str = ""                  # api: an OpenAI-compatible endpoint; its key is in WHALE_PROPOSER_KEY
@@ -135,7 +135,7 @@ class Config:
 PRESETS = {
     "paper": dict(device="cuda"),           # the table of the paper; the defaults of Config are its column for math
     "tiny": dict(                           # its adaptive settings are the paper's, shrunk as E and I are
-        model=str(ROOT / "embedded" / "model"), epochs=0.0625, iterations=3, patience_epochs=0.03125,
+        model=str(ROOT / "embedded" / "model"), proposer="rules", epochs=0.0625, iterations=3, patience_epochs=0.03125,
         patience_iterations=1, min_iterations=3, max_iterations=8, prompt_batch=32, max_assistant_tok=160,
         max_calls=8, max_len=1024, tool_s=2.0, tool_mb=256, harness_s=2.0, harness_mb=256, lr=1e-3, minibatch=64,
         micro_tok=4096, head_chunk_tok=1024, autocast_bf16=False, engine="transformers", gradient_checkpointing=False),

@@ -15,7 +15,8 @@ from small import SMALL, call, rows
 
 
 def settings(**changes) -> Config:
-    known = dict(domain="math", cycles=2, iterations=3, candidates=3, epochs=1, prompt_batch=32, group_size=8, n_eval=8, n_rows=8)
+    known = dict(domain="math", cycles=2, iterations=3, candidates=3, epochs=1, prompt_batch=32, group_size=8, n_eval=8, n_rows=8,
+                 proposer="rules")
     return Config(**known | changes)
 
 
