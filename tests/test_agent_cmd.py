@@ -347,6 +347,7 @@ def test_the_end_of_the_run_is_the_end_of_the_agent(tmp_path, sign, monkeypatch)
     monkeypatch.setattr(agent_cmd, "NAMESPACES", False)
     run = os.fork()
     if run == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)        # a background job is born with it ignored
         try:
             hold(tmp_path, "(setsid sleep 7774 &) ; touch started; sleep 7774")
         finally:
