@@ -34,7 +34,8 @@ PROPOSERS = ("rules", "cmd", "api")
 
 
 def make_proposer(settings: ProposerConfig, closed: tuple[Path, ...] = (), guarded: tuple[Path, ...] = (),
-                  waived: tuple[str, ...] = ()) -> Callable[[ProposalRequest], list[Candidate]]:
+                  waived: tuple[str, ...] = (),
+                  say: Callable[[str], None] = print) -> Callable[[ProposalRequest], list[Candidate]]:
     """The one that --proposer names; UsageError if it cannot work. The rest is propose_by_agent's."""
     match settings.proposer:
         case "cmd":
@@ -45,7 +46,7 @@ def make_proposer(settings: ProposerConfig, closed: tuple[Path, ...] = (), guard
         case _:
             return propose_by_rules
     return partial(propose_by_agent, settings=settings, run_agent=run_agent, closed=closed, guarded=guarded,
-                   waived=waived)
+                   waived=waived, say=say)
 
 
 def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mechanism]) -> frozenset[str]:

@@ -229,8 +229,26 @@ def cycle_of(folder: Path) -> dict:
         return [{**child, "children": nest(child["name"])} for child in children.get(parent, [])]
 
     return {"name": folder.name.replace("_", " "), "tree": nest(""), "accepted": accepted, "why": why, "n": len(rows),
-            "front": front_svg(points, front, folder.name) if len(points) > 1 else "",
+            "sessions": sessions_of(folder), "front": front_svg(points, front, folder.name) if len(points) > 1 else "",
             "task": read_text(folder / "task.md")}
+
+
+def sessions_of(folder: Path) -> list[list[str]]:
+    """A row a session of an agent that proposed; a cost that is not known is said to be unknown."""
+    rows = []
+    for path in sorted(folder.glob("sessions/*/session_*.json")):
+        session = read_json(path)
+        usd, tok = session.get("usd"), [session.get(key) for key in ("prompt_tok", "completion_tok")]
+        said = [*session.get("notes", []), *(f"changed {name}" for name in session.get("tampered", []))]
+        if session.get("n_strays"):
+            said.append(f"changed {session['n_strays']} other files: {', '.join(session['strays'])}")
+        rows.append([f"{path.parent.name.replace('_', ' ')}, {path.stem.removeprefix('session_')}", session["end"],
+                     f"{session.get('model', '')} {session.get('version', '')}".strip(),
+                     *(f"{n:,}" if n is not None else "unknown" for n in tok),
+                     f"{usd:.2f}" if usd is not None else "unknown", f"{session.get('seconds', 0):.0f}",
+                     ", ".join(candidate["name"] for candidate in session.get("candidates", [])),
+                     "; ".join(said), session.get("words", "")[-300:]])
+    return rows
 
 
 @cache

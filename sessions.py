@@ -87,11 +87,12 @@ class Session:
 
 def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
                      closed: tuple[Path, ...] = (), guarded: tuple[Path, ...] = (), waived: tuple[str, ...] = (),
+                     say: Callable[[str], None] = lambda line: None,
                      pause: Callable[[float], None] = time.sleep) -> list[Candidate]:
     """Sessions until one leaves a candidate -> the candidates. ProposerFailed after max_proposer_failures without.
 
     closed: what the agent must not read. guarded: what decides a score, so a session that changes it stops the search;
-    the archive always is. waived: layers of the wall to do without."""
+    the archive always is. waived: layers of the wall to do without. say: for a person who waits."""
     request.notes.mkdir(parents=True, exist_ok=True)
     if earned := sweep_up(request):
         return earned[:request.n_candidates]
@@ -99,11 +100,12 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
     while len(failures) < settings.max_proposer_failures:
         for attempt in range(N_TRIES):
             if attempt:
+                say(f"once more after {PAUSE_S * 2 ** (attempt - 1):.0f} s")
                 pause(PAUSE_S * 2 ** (attempt - 1))
             if request.usd_left is not None and request.bill.proposer_usd >= request.usd_left:
                 raise ProposerFailed(f"the proposer has spent ${request.bill.proposer_usd:.2f} in this iteration, and "
                                      f"${max(0.0, request.usd_left):.2f} were left for it; see {request.notes}")
-            candidates, session = hold_session(request, settings, run_agent, closed, guarded, waived)
+            candidates, session = hold_session(request, settings, run_agent, closed, guarded, waived, say)
             if candidates:
                 return candidates
             if session.end != "transient":
@@ -114,8 +116,8 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
 
 
 def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
-                 closed: tuple[Path, ...], guarded: tuple[Path, ...],
-                 waived: tuple[str, ...]) -> tuple[list[Candidate], Session]:
+                 closed: tuple[Path, ...], guarded: tuple[Path, ...], waived: tuple[str, ...],
+                 say: Callable[[str], None]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in request.notes.glob("session_*.json")]
     number, n_ended = 1 + len(records), sum(record["end"] != "killed" for record in records)
@@ -123,35 +125,36 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
     copy = folder / "work"
     write_atomically(record, json.dumps({"end": "running", "folder": str(folder)}) + "\n")
+    transcript = request.notes / f"transcript_{number}.txt"
+    say(f"asking the proposer for {', '.join(request.slots)}, for {settings.proposer_s:,.0f} s at most; {transcript}")
     limits = [usd for usd in (settings.proposer_usd or None, request.usd_left and
                               request.usd_left - request.bill.proposer_usd) if usd is not None]
     try:
         fill_folder(copy, request)
         sealed, before = fingerprint((request.folder, *guarded), request.notes.parent), stamps_of(copy)
-        session = run_agent(Workplace(
-            copy, request.slots, request.notes / f"transcript_{number}.txt", settings, min(limits, default=None),
-            derive_seed(*request.seed, n_ended), closed, waived))
-        after = stamps_of(copy)
+        session = run_agent(Workplace(copy, request.slots, transcript, settings, min(limits, default=None),
+                                      derive_seed(*request.seed, n_ended), closed, waived))
         own = {f"{slot}.py" for slot in request.slots} | {"proposal.json", "report.md"}
-        strays = sorted(path for path in before.keys() | after.keys()
-                        if path not in own and before.get(path) != after.get(path))
+        strays = [path for path in changes(before, stamps_of(copy)) if path not in own]
         candidates = take_slots(copy, request)
         report = read_plain(copy / "report.md")
         if report:
             write_atomically(request.notes / "report.md", plain(report))
-        opened = fingerprint((request.folder, *guarded), request.notes.parent)
+        tampered = changes(sealed, fingerprint((request.folder, *guarded), request.notes.parent))
     finally:
         remove_tree(folder)
-    changed = sorted(plain(path) for path in sealed.keys() | opened.keys() if sealed.get(path) != opened.get(path))
     if session.usd is None and settings.proposer_price and session.prompt_tok is not None:
         session = replace(session, usd=price_of(settings.proposer_price, session.prompt_tok, session.completion_tok))
     write_atomically(record, json.dumps(asdict(session) | {
-        "n_strays": len(strays), "strays": [plain(path)[:300] for path in strays[:N_STRAYS]],
-        "tampered": changed[:N_STRAYS],
-        "candidates": [asdict(candidate) for candidate in candidates if not changed]}, indent=1) + "\n")
+        "n_strays": len(strays), "strays": strays[:N_STRAYS], "tampered": tampered[:N_STRAYS],
+        "candidates": [asdict(candidate) for candidate in candidates if not tampered]}, indent=1) + "\n")
     add_up(request.bill, request.notes)
-    if changed:
-        raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(changed[:N_STRAYS])}: "
+    usd = "unknown cost" if session.usd is None else f"${session.usd:.2f}"
+    say(f"session {number} ({session.end}, {session.seconds:.0f} s, {usd}): {', '.join(c.name for c in candidates)}"
+        + (f"nothing; {plain(session.words)[-300:]}" if not candidates else "")
+        + (f"; changed and thrown away: {len(strays)} other files, {', '.join(strays[:3])}" if strays else ""))
+    if tampered:
+        raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(tampered[:N_STRAYS])}: "
                           "what decides a score is not its to write. Nothing of this session was taken")
     return candidates, session
 
@@ -204,6 +207,11 @@ def stamps_of(folder: Path) -> dict[str, str]:
         except OSError as error:                                # a folder that is closed, or too deep for a path
             found[below] = f"a folder that cannot be listed: {error.strerror}"
     return found
+
+
+def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Paths, in order and fit to be shown, that are new, gone or other."""
+    return sorted(plain(path)[:300] for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
 def read_plain(path: Path) -> str | None:

@@ -108,7 +108,7 @@ class Run:
         if cfg.method == "fst" and cfg.proposer == "rules" and beyond_prompts(self.h0, read_file(str(self.env.h0))):
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         self.proposer = cfg.method != "weight" and make_proposer(
-            proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived)
+            proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg)
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))

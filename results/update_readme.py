@@ -5,7 +5,8 @@
     .venv/bin/python results/update_readme.py runs/compare-math runs/compare-search       takes these in, then writes
     .venv/bin/python results/update_readme.py                                             writes
 
-Everything between `<!-- NAME -->` and `<!-- /NAME -->` in README.md is this script's; tests/test_readme.py compares.
+Everything between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and PROPOSERS.md is this script's;
+tests/test_readme.py compares.
 """
 
 import json
@@ -15,8 +16,9 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent
-sys.path.insert(0, str(RESULTS.parent))
+sys.path[:0] = [str(RESULTS), str(RESULTS.parent)]
 
+import acceptance_runs  # noqa: E402
 import bench  # noqa: E402
 import compare  # noqa: E402
 
@@ -62,13 +64,21 @@ def bench_block(files: list[dict]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n".join(f"- {line}" for line in says)
 
 
-def write(readme: str) -> str:
-    for name, text in blocks().items():
-        readme, n = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
-                            lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL)
+def write(page: str, blocks: dict[str, str]) -> str:
+    for name, text in blocks.items():
+        page, n = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+                          lambda match, text=text: f"{match[1]}{text}\n{match[2]}", page, flags=re.DOTALL)
         if n != 1:
-            raise SystemExit(f"README.md must hold <!-- {name} --> and <!-- /{name} --> once, not {n} times")
-    return readme
+            raise SystemExit(f"the page must hold <!-- {name} --> and <!-- /{name} --> once, not {n} times")
+    return page
+
+
+def pages() -> dict[Path, str]:
+    """What the pages should hold."""
+    root = RESULTS.parent
+    accepted = json.loads(acceptance_runs.FILE.read_text())
+    of = {"README.md": blocks(), "PROPOSERS.md": {"acceptance": acceptance_runs.block(accepted)}}
+    return {root / name: write((root / name).read_text(), texts) for name, texts in of.items()}
 
 
 if __name__ == "__main__":
@@ -80,5 +90,5 @@ if __name__ == "__main__":
     for domain in DOMAINS:
         results = json.loads((RESULTS / domain / "results.json").read_text())
         (RESULTS / domain / "table.md").write_text(compare.markdown(results, compare.tables_of(results)))
-    path = RESULTS.parent / "README.md"
-    path.write_text(write(path.read_text()))
+    for path, text in pages().items():
+        path.write_text(text)
