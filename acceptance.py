@@ -2,8 +2,8 @@
 
     best        the highest score of the archive; ties go to fewer model calls, then to the earlier: the paper's rule
     race        the same, but scored in rounds: a candidate that will hardly end above the best stops early
-    confirm     the FINALISTS best and the incoming harness once more, on fresh seeds; the best of them is accepted if
-                it is better than the incoming one by more than the interval of the difference, else that one stays
+    confirm     the FINALISTS best above the incoming harness, and that one, once more on fresh seeds; the best that is
+                better by more than the interval of the difference is accepted; if none is, the incoming one stays
 
 Pure: scores in, decisions out. The search (harness_search.py) does what is decided here.
 
@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stats import bootstrap_ci
+from stats import bootstrap_ci, sign_test
 
 ACCEPT = ("best", "confirm", "race")
 FINALISTS = 3               # that are confirmed, beside the incoming harness
@@ -64,19 +64,20 @@ class Confirmed:
     incumbent_mean: float
     difference: float
     ci: tuple[float, float]             # of the difference; 95 % over all finalists together (Bonferroni)
-
-    @property
-    def is_better(self) -> bool:
-        return self.ci[0] > 0
+    is_better: bool                     # the interval lies above 0; and, as a bootstrap of few tasks that differ is
+                                        # too narrow, an exact sign test at the same level says so too
 
 
-def confirm(finalists: dict[str, dict[str, float]], incumbent: dict[str, float], seed: int) -> list[Confirmed]:
-    """Each finalist's fresh rewards against the incumbent's, the best first."""
-    found = []
+def confirm(finalists: dict[str, dict[str, float]], incumbent: dict[str, float], n_tests: int,
+            seed: int) -> list[Confirmed]:
+    """Each finalist's fresh rewards against the incumbent's, the best first. `n_tests`: finalists, refused ones too."""
+    found, level = [], 0.05 / n_tests
     for name, rewards in finalists.items():
         differences = [rewards[task] - incumbent[task] for task in incumbent]
-        ci = bootstrap_ci(differences, seed, level=1 - 0.05 / len(finalists))
-        found.append(Confirmed(name, mean_of(rewards), mean_of(incumbent), mean_of(rewards) - mean_of(incumbent), ci))
+        ci = bootstrap_ci(differences, seed, level=1 - level)
+        chance = sign_test(sum(d > 0 for d in differences), sum(d < 0 for d in differences))
+        found.append(Confirmed(name, mean_of(rewards), mean_of(incumbent), mean_of(rewards) - mean_of(incumbent), ci,
+                               ci[0] > 0 and chance <= level / 2))
     return sorted(found, key=lambda c: -c.mean)
 
 

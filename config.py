@@ -186,8 +186,7 @@ def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
         n_steps("--patience-epochs", cfg.patience_epochs, cfg, n_train)
     if cfg.eval_epochs:
         n_steps("--eval-epochs", cfg.eval_epochs, cfg, n_train)
-    least_search = 2 * n_harness_tasks + kept_rollouts(cfg.accept, n_harness_tasks)
-    least = least_search if cfg.method == "harness" else least_weight_step(cfg)
+    least = least_search(cfg, n_harness_tasks) if cfg.method == "harness" else least_weight_step(cfg)
     if budget < least:
         raise UsageError(f"--rollouts {budget}: {cfg.method} needs at least {least} to begin")
     if cfg.one_search and cfg.method != "harness":
@@ -196,6 +195,11 @@ def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
         raise UsageError(f"--iterations {cfg.iterations}: the first one scores the incoming harness; a search takes 2")
     if cfg.finish == "harness" and cfg.method not in ALTERNATING:
         raise UsageError(f"--finish harness is for {', '.join(ALTERNATING)}; {cfg.method} has its phases as they are")
+
+
+def least_search(cfg: Config, n_harness_tasks: int) -> int:
+    """Rollouts of the smallest search: the incoming harness, one candidate, and what accepting takes."""
+    return 2 * n_harness_tasks + kept_rollouts(cfg.accept, n_harness_tasks)
 
 
 def least_weight_step(cfg: Config) -> int:

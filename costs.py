@@ -8,7 +8,7 @@ A price that is not known is said to be unknown, and is never counted as 0; --ma
 from dataclasses import dataclass
 
 from acceptance import kept_rollouts
-from config import Config, n_steps, rollout_budget
+from config import ALTERNATING, Config, n_steps, rollout_budget
 from gates import N_GATE_ROLLOUTS
 from rundir import UsageError
 from sessions import parse_price, price_of
@@ -18,38 +18,45 @@ OWN_PRICE = ("claude", "opencode")          # commands that report what a sessio
 
 @dataclass(frozen=True)
 class Plan:
-    """Upper bounds of a run: a race stops early, a search may end before its limit."""
-    phases: int                 # harness phases
-    scoring: int                # rollouts
-    gates: int
-    confirming: int
-    evaluation: int
-    proposals: int              # candidates
-    requests: int               # to the proposer
+    """What a run comes to, in rollouts and proposals."""
+    scoring: int = 0
+    gates: int = 0
+    confirming: int = 0
+    evaluation: int = 0
+    proposals: int = 0          # candidates
+    requests: int = 0           # to the proposer
+    is_sure: bool = True        # these are upper bounds; where a budget of rollouts decides, candidates that are
+                                # refused or stopped early make room for more
+
+    @property
+    def rollouts(self) -> int:
+        return self.scoring + self.gates + self.confirming + self.evaluation
 
 
 def plan_search(cfg: Config, n_train: int, n_tasks: int, n_test: int) -> Plan:
     """What the settings amount to. `n_train`, `n_tasks`, `n_test`: tasks of D_weight, D_harness and D_test."""
-    budget = rollout_budget(cfg, n_train, n_tasks)
+    if cfg.method == "weight":
+        return Plan()
     iterations = cfg.max_iterations if cfg.method == "adaptive" else cfg.iterations
-    phases, archives = (0, 0) if cfg.method == "weight" else (cfg.cycles, cfg.cycles)
+    a_phase = 1 + (iterations - 1) * cfg.candidates                     # harnesses that are scored
+    is_sure = cfg.one_search or cfg.method in ALTERNATING and not cfg.rollouts
+    step = 0 if cfg.one_search else n_steps("--epochs", cfg.epochs, cfg, n_train) * cfg.prompt_batch * cfg.group_size
+    budget = rollout_budget(cfg, n_train, n_tasks)
     if cfg.one_search:
-        proposals, archives = (cfg.iterations * cfg.cycles - 1) * cfg.candidates, 1
-    elif cfg.method in ("harness", "stagewise"):
-        step = n_steps("--epochs", cfg.epochs, cfg, n_train) * cfg.prompt_batch * cfg.group_size
+        phases, scored, archives = cfg.cycles, 1 + (cfg.cycles * iterations - 1) * cfg.candidates, 1
+    elif cfg.method in ALTERNATING:
+        phases = cfg.cycles if is_sure else -(-budget // (step + a_phase * n_tasks)) + (cfg.finish == "harness")
+        scored, archives = phases * a_phase, phases
+    else:                                                               # one archive, as long as the budget lasts
         weights = step * (cfg.stagewise_phases or cfg.cycles) if cfg.method == "stagewise" else 0
-        in_archive = max(1, (budget - weights) // n_tasks)                      # harnesses that are scored
-        proposals, archives = in_archive - 1, 1
-        phases = -(-proposals // (cfg.candidates * iterations)) or 1
-    else:
-        proposals = phases * (iterations - 1) * cfg.candidates
-        if cfg.rollouts:
-            proposals = min(proposals, max(0, budget // n_tasks - phases))
-    if cfg.max_proposals:
-        proposals = min(proposals, cfg.max_proposals)
-    return Plan(phases, (proposals + archives) * n_tasks if phases else 0, proposals * N_GATE_ROLLOUTS,
-                phases * kept_rollouts(cfg.accept, n_tasks), cfg.n_eval * n_test * (1 + 2 * phases), proposals,
-                -(-proposals // cfg.candidates))
+        scored, archives = max(1, (budget - weights) // n_tasks), 1
+        phases = -(-(1 + -(-(scored - 1) // cfg.candidates)) // iterations)
+    proposals = min(scored - archives, cfg.max_proposals or scored)
+    evaluations = 1 + phases * (2 if cfg.method in ALTERNATING else 1)
+    return Plan(
+        (proposals + archives) * n_tasks, proposals * N_GATE_ROLLOUTS, phases * kept_rollouts(cfg.accept, n_tasks),
+        evaluations * (cfg.n_eval * n_test + n_tasks * (cfg.select == "harness-set")), proposals,
+        -(-proposals // cfg.candidates), is_sure)
 
 
 def describe(plan: Plan, cfg: Config) -> str:
@@ -58,18 +65,21 @@ def describe(plan: Plan, cfg: Config) -> str:
     parts += [f"{plan.confirming:,} to confirm"] if plan.confirming else []
     caps = [f"--{name.replace('_', '-')} {getattr(cfg, name):g}"
             for name in ("max_rollouts", "max_proposals", "max_cost") if getattr(cfg, name)]
-    return (f"the harness search takes at most {', '.join(parts)}, {plan.proposals} proposals in {plan.requests} "
-            f"requests; proposer {cfg.proposer}: {proposer_cost(cfg, plan)}; model: {model_cost(cfg, plan)}"
+    return (f"the harness search takes {'at most' if plan.is_sure else 'about'} {', '.join(parts)}, {plan.proposals} "
+            f"proposals in {plan.requests} requests"
+            + ", more where some are refused or stopped early" * (not plan.is_sure)
+            + f"; proposer {cfg.proposer}: {proposer_cost(cfg)}; model: {model_cost(cfg, plan)}"
             + f"; caps: {', '.join(caps) or 'none'}")
 
 
-def proposer_cost(cfg: Config, plan: Plan) -> str:
+def proposer_cost(cfg: Config) -> str:
     if cfg.proposer == "rules":
         return "free"
     known = "reports its cost" if reports_cost(cfg) else (
-        f"{cfg.proposer_price} $ a million tokens" if cfg.proposer_price else "price unknown (--proposer-price)")
-    limit = f"at most ${cfg.proposer_usd * plan.requests:,.2f}" if cfg.proposer_usd else "no limit (--proposer-usd)"
-    return f"{known}, {limit}"
+        f"{cfg.proposer_price} $ a million tokens" if cfg.proposer_price else
+        "price unknown unless it reports it (--proposer-price)")
+    limit = f"${cfg.proposer_usd:g} at most" if cfg.proposer_usd else "no limit (--proposer-usd)"
+    return f"{known}; a session: {limit}"
 
 
 def model_cost(cfg: Config, plan: Plan) -> str:
@@ -77,9 +87,9 @@ def model_cost(cfg: Config, plan: Plan) -> str:
         return "runs here, without a price"
     if not cfg.model_price:
         return "price unknown (--model-price)"
-    rollouts = plan.scoring + plan.gates + plan.confirming + plan.evaluation
-    usd = price_of(cfg.model_price, 0, rollouts * cfg.max_assistant_tok)
-    return f"{cfg.model_price} $ a million tokens, at most ${usd:,.2f} for what it samples, prompts apart"
+    usd = price_of(cfg.model_price, 0, plan.rollouts * cfg.max_assistant_tok)
+    return (f"{cfg.model_price} $ a million tokens: with {plan.evaluation:,} rollouts of evaluation, at most "
+            f"${usd:,.2f} for what it samples, and prompts")
 
 
 def reports_cost(cfg: Config) -> bool:
@@ -104,48 +114,63 @@ def check_costs(cfg: Config) -> None:
 
 
 class Budget:
-    """What the caps leave, from the ledger of the run."""
+    """What the caps leave, from the ledger of the run. Evaluation after a phase, and confirming, are kept for."""
 
-    def __init__(self, cfg: Config, ledger: dict[str, dict[str, float]], n_tasks: int):
-        self.cfg, self.ledger, self.n_tasks = cfg, ledger, n_tasks
+    def __init__(self, cfg: Config, ledger: dict[str, dict[str, float]], n_tasks: int, n_test: int):
+        self.cfg, self.ledger, self.n_tasks, self.n_test = cfg, ledger, n_tasks, n_test
+        self.n_kept = kept_rollouts(cfg.accept, n_tasks)
 
     def spent(self, what: str, kinds: tuple[str, ...] = ("harness", "gates")) -> float:
         return sum(self.ledger[kind].get(what, 0) for kind in kinds)
 
     def usd_of(self, kinds: tuple[str, ...]) -> float:
         """Known money; what is not known is counted apart, as proposer_unpriced."""
-        model = price_of(self.cfg.model_price, self.spent("prompt_tok", kinds), self.spent("completion_tok", kinds)) \
-            if self.cfg.model_price else 0.0
-        return self.spent("proposer_usd", kinds) + model
+        return self.spent("proposer_usd", kinds) + self.model_usd(kinds)
+
+    def model_usd(self, kinds: tuple[str, ...]) -> float:
+        if not self.cfg.model_price:
+            return 0.0
+        return price_of(self.cfg.model_price, self.spent("prompt_tok", kinds), self.spent("completion_tok", kinds))
 
     @property
     def usd(self) -> float:
         return self.usd_of(tuple(self.ledger))
 
     @property
-    def usd_left(self) -> float | None:
-        """For the proposer; None: no cap."""
-        return max(0.0, self.cfg.max_cost - self.usd) if self.cfg.max_cost else None
+    def rollout_usd(self) -> float:
+        """Of one rollout of the policy: the dearest mean so far, of evaluation, scoring and gates."""
+        return max(self.model_usd((kind,)) / self.spent("rollouts", (kind,)) if self.spent("rollouts", (kind,)) else 0.0
+                   for kind in ("eval", "harness", "gates"))
 
-    def candidate_usd(self) -> float:
-        """What scoring one more candidate will cost, as those before it."""
-        return self.usd_of(("eval",)) / max(1, self.spent("rollouts", ("eval",))) * (self.n_tasks + N_GATE_ROLLOUTS)
-
-    def n_candidates(self, kept: int, first: bool) -> tuple[int, str]:
-        """How many more candidates the caps allow, and the cap that says so. `kept`: rollouts for the end of the phase;
-        `first`: the incoming harness is still to be scored, and without a candidate beside it that is in vain."""
-        cfg, found = self.cfg, [(1 << 30, "")]
+    def n_candidates(self, first: bool) -> tuple[int, str]:
+        """How many more candidates the caps allow, and the cap that says so. `first`: the incoming harness is still to
+        be scored, and without a candidate beside it that is in vain."""
+        cfg, found, a_candidate = self.cfg, [(1 << 30, "")], self.n_tasks + N_GATE_ROLLOUTS
         if cfg.max_rollouts:
-            left = cfg.max_rollouts - int(self.spent("rollouts")) - kept - first * self.n_tasks
-            found.append((left // (self.n_tasks + N_GATE_ROLLOUTS), f"--max-rollouts {cfg.max_rollouts}"))
+            left = cfg.max_rollouts - int(self.spent("rollouts")) - self.n_kept - first * self.n_tasks
+            found.append((left // a_candidate, f"--max-rollouts {cfg.max_rollouts}"))
         if cfg.max_proposals:
-            asked = int(max(self.spent("proposals"), self.spent("proposer_calls")))
-            found.append((cfg.max_proposals - asked, f"--max-proposals {cfg.max_proposals}"))
+            found.append((self.proposals_left, f"--max-proposals {cfg.max_proposals}"))
         if cfg.max_cost:
-            each, left = self.candidate_usd(), self.usd_left - first * self.candidate_usd()
             unpriced = int(self.spent("proposer_unpriced"))
+            left, each = self.usd_for_candidates(first), self.rollout_usd * a_candidate
             n = 0 if left <= 0 or unpriced else int(left / each) if each else 1 << 30
             why = f" ({unpriced} sessions did not say what they cost)" if unpriced else ""
             found.append((n, f"--max-cost {cfg.max_cost:g}{why}"))
         n, cap = min(found)
         return max(0, n), cap
+
+    @property
+    def proposals_left(self) -> int | None:
+        return max(0, self.cfg.max_proposals - int(self.spent("proposals"))) if self.cfg.max_proposals else None
+
+    def usd_for_candidates(self, first: bool) -> float:
+        n_kept = self.n_kept + self.cfg.n_eval * self.n_test + first * self.n_tasks
+        return self.cfg.max_cost - self.usd - self.rollout_usd * n_kept
+
+    def usd_left(self, n_candidates: int) -> float | None:
+        """For the proposer, when what it proposes is paid for; None: no cap."""
+        if not self.cfg.max_cost:
+            return None
+        a_candidate = self.rollout_usd * (self.n_tasks + N_GATE_ROLLOUTS)
+        return max(0.0, self.usd_for_candidates(False) - n_candidates * a_candidate)

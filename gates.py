@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import comb
 
 import rollout
 from engine import Completion, SamplingParams
 from lint import ForbiddenText, find_literals, lint, parse_harness, words_of
 from rollout import Prompter, RolloutConfig, Trace, derive_seed
 from sandbox import Sandbox
+from stats import sign_test
 from tasks import Task, ToolUse
 
 N_PROBE_TASKS = 32      # with a scripted model, which costs no sampling
@@ -300,12 +300,6 @@ class Replayed:
 
     def verify(self, task: Task, reply: str | None, state: object = None):
         return self.env.verify(task, reply)
-
-
-def sign_test(n_worse: int, n_better: int) -> float:
-    """The chance of so many worse pairs or more among the pairs that differ, if worse and better are equally likely."""
-    n = n_worse + n_better
-    return sum(comb(n, k) for k in range(n_worse, n + 1)) / 2 ** n
 
 
 def worse_on_twins(originals: list[Trace], twins: list[Trace]) -> str:

@@ -5,7 +5,8 @@ D_harness task, on seeds that all share. Which one is accepted is said in accept
 score, ties go to fewer model calls, then to the earlier. The incoming harness is scored first, as iteration 1. The
 archive on disk is all that a proposer needs:
 
-    h0/ h1/ ...         harness.py, proposal.json, traces.jsonl; then score.json or refused.json, which ends a candidate
+    h0/ h1/ ...         harness.py, proposal.json, traces.jsonl; then score.json or refused.json, which ends it;
+                        in between gates.json and, in a race, rounds.json: what was done is not done again
     history.jsonl       one row a candidate;  archive.md: the same as a table;  task.md: what a proposer is told
     iteration_02.json   what was proposed, so that nothing is proposed twice;  sessions/: the proposer's own notes
     acceptance.json     why which one was accepted;  accepted.txt: its name, written last of all
@@ -32,7 +33,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import rollout
-from acceptance import FINALISTS, Confirmed, confirm, cuts_of, mean_of, pareto_front, still_racing
+from acceptance import FINALISTS, Confirmed, confirm, cuts_of, mean_of, still_racing
+from candidates import (
+    Bill, Candidate, Outcome, ProposalRequest, Score, archive_text, earlier_findings, history_row, rank, select_best)
 from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
@@ -40,7 +43,7 @@ from rollout import RolloutConfig, cost_of, derive_seed
 from rundir import fingerprint, scorer_paths, sha256, write_atomically
 from sandbox import Sandbox
 from stats import bootstrap_ci
-from task_text import Finding, task_text
+from task_text import task_text
 
 
 class SearchError(RuntimeError):
@@ -48,90 +51,19 @@ class SearchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    name: str                           # "h0" is the incoming harness; names are an archive's own
-    parent: str                         # the candidate that it was made from; "" for the incoming harness
-    hypothesis: str                     # one falsifiable line
-    mechanisms: tuple[str, ...]         # by name, where the proposer knows them
-    source: str
-    iteration: int
-    note: str = ""                      # what is unusual about how it came here
-
-
-@dataclass(frozen=True)
-class Score:
-    mean: float
-    ci95: tuple[float, float]           # bootstrap over tasks
-    n: int
-    n_ok: int
-    n_error: int
-    n_killed: int
-    calls_a_rollout: float
-    tok_a_rollout: float
-    failures: dict[str, int]            # Trace.failure -> rollouts
-    cost: dict[str, int]                # what scoring took, in the words of the ledger
-    seconds: float
-    harness_sha: str
-    version: int                        # of the weights
-    key: str                            # all that the score depends on; it is used again only where this is equal
-    rewards: dict[str, float]           # by task id
-    stopped: str = ""                   # why a race ended before all tasks were played; then it is no complete score
-
-
-@dataclass(frozen=True)
-class Outcome:
-    candidate: Candidate
-    score: Score | None
-    refused: str = ""                   # why a gate refused it
-    gate_cost: dict[str, int] = field(default_factory=dict)     # of the model; a scripted model costs no sampling
-    gate_seconds: float = 0.0
-
-
-@dataclass
-class Bill:
-    """What one request to a proposer cost; a proposer that pays adds to it."""
-    proposals: int = 0                  # candidates
-    proposer_calls: int = 1
-    proposer_tok: int = 0
-    proposer_usd: float = 0.0
-    proposer_unpriced: int = 0          # calls whose cost is not known, which is not 0
-
-
-@dataclass(frozen=True)
-class ProposalRequest:
-    folder: Path                        # the archive
-    history: tuple[Outcome, ...]        # of this archive, oldest first
-    slots: tuple[str, ...]              # the names of the M candidates
-    seed: tuple[int | str, ...]
-    domain: str
-    notes: Path                         # a folder in the archive that is the proposer's own
-    prompts_only: bool = False          # the rule of FST: a candidate changes SYSTEM_PROMPT and USER_PROMPT alone
-    usd_left: float | None = None       # what --max-cost leaves; None: no limit
-    bill: Bill = field(default_factory=Bill)
-
-    @property
-    def n_candidates(self) -> int:
-        return len(self.slots)
-
-
-@dataclass(frozen=True)
 class Accepted:
     candidate: Candidate
-    score: Score
+    mean: float                         # its score; where it was confirmed, that on fresh seeds
     why: str
     confirmed: tuple[Confirmed, ...] = ()
     cost: dict[str, int] = field(default_factory=dict)          # of confirming
     seconds: float = 0.0
 
 
-def rank(outcomes: list[Outcome]) -> list[Outcome]:
-    """Those with a complete score, highest mean first; ties to fewer model calls, then to the earlier one."""
-    return sorted((o for o in outcomes if o.score and not o.score.stopped),
-                  key=lambda o: (-o.score.mean, o.score.calls_a_rollout))
-
-
-def select_best(outcomes: list[Outcome]) -> Outcome:
-    return rank(outcomes)[0]
+@dataclass(frozen=True)
+class GateBill:
+    gate_cost: dict[str, int] = field(default_factory=dict)     # rollouts of the model, in the words of the ledger
+    gate_seconds: float = 0.0
 
 
 @dataclass
@@ -149,6 +81,17 @@ class Tally:
         self.failures.update(trace.failure for trace in traces if trace.failure != "solved")
         self.cost.update(cost_of(traces))
         self.seconds += seconds
+
+
+@dataclass
+class Entrant:
+    """A candidate that passed the gates, while it is scored."""
+    candidate: Candidate
+    tally: Tally
+    gates: GateBill
+
+    def rewards_on(self, tasks: list[Task]) -> dict[str, float]:
+        return {task.id: self.tally.rewards[task.id] for task in tasks}
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -186,17 +129,20 @@ class Search:
         for _ in range(n_done):
             self.iterate(replay=True)
 
-    def iterate(self, at_most: int | None = None, replay: bool = False, usd_left: float | None = None) -> list[Outcome]:
+    def iterate(self, at_most: int | None = None, usd_left: float | None = None, proposals_left: int | None = None,
+                replay: bool = False) -> list[Outcome]:
         """One iteration: the first scores the incumbent, later ones propose M candidates, or at most so many, gate and
-        score them. `replay`: all of it was done and paid for, so it must be there; else SearchError. `usd_left`: what
-        the proposer may cost; None: no limit."""
+        score them. `replay`: all of it was done and paid for, so it must be there; else SearchError. `usd_left` and
+        `proposals_left`: what the proposer may cost; None: no limit."""
         if self.engine.version != self.version:
             raise SearchError(f"the engine serves weights {self.engine.version}, this phase began on {self.version}")
         number = self.n_iterations + 1
         if replay and number > 1 and not self._marker(number).exists():
             raise SearchError(f"{self._marker(number)} is gone: what was proposed is not known. Give another --name")
         n_candidates = min(self.n_candidates, at_most or self.n_candidates)
-        candidates = self._propose(number, n_candidates, usd_left) if number > 1 else self._write([self.incumbent])
+        self.bill = Bill(0, 0)
+        candidates = self._propose(number, n_candidates, usd_left, proposals_left) if number > 1 else \
+            self._write([self.incumbent])
         outcomes: list[Outcome] = []
         for group in [candidates] if self.rule == "race" else [[candidate] for candidate in candidates]:
             found = {candidate.name: self._load(candidate) for candidate in group}
@@ -206,7 +152,8 @@ class Search:
                                   "settings. Give another --name")
             found |= self._finish([c for c in group if not found[c.name]], candidates)
             outcomes += [found[candidate.name] for candidate in group]
-            self._write_history(self.outcomes + outcomes)
+            if not replay:                                                      # a reader meanwhile sees all of it
+                self._write_history(self.outcomes + outcomes)
         self.outcomes, self.n_iterations = self.outcomes + outcomes, number
         return outcomes
 
@@ -214,47 +161,69 @@ class Search:
         outcome = select_best(self.outcomes)
         return outcome.candidate, outcome.score
 
-    def accept(self) -> Accepted:
-        """Ends a phase: h <- what the rule accepts. The marker is the last file that a phase writes."""
-        best, incumbent = select_best(self.outcomes), self.outcomes[0]
-        better = rank(self.outcomes)[:rank(self.outcomes).index(incumbent)]
-        finalists = better[:FINALISTS]
-        if self.rule == "confirm" and finalists:
-            accepted = self._confirm(finalists, incumbent)
+    def accept(self, phase: int = 0) -> Accepted:
+        """Ends a phase: h <- what the rule accepts. The marker is the last file that a phase writes.
+
+        The incumbent is what came into the phase: h0, or in a later phase of this archive what the one before accepted.
+        """
+        path = self.folder / "acceptance.json"
+        before = json.loads(path.read_text()) if path.exists() else {"phase": phase, "incumbent": "h0"}
+        name = before["incumbent" if before["phase"] == phase else "name"]      # of this phase, if it was stopped here
+        incumbent = next(o for o in self.outcomes if o.candidate.name == name)
+        if self.rule == "confirm":
+            accepted = self._confirm(incumbent, phase)
         else:
-            accepted = Accepted(best.candidate, best.score, "the best score" if better else "nothing was better")
-        write_atomically(self.folder / "acceptance.json", json.dumps({
-            "name": accepted.candidate.name, "rule": self.rule, "why": accepted.why, "n_candidates": len(self.outcomes),
-            "confirmed": [asdict(row) for row in accepted.confirmed]}, indent=1) + "\n")
+            best = select_best(self.outcomes)
+            accepted = Accepted(best.candidate, best.score.mean,
+                                "nothing was better" if best is incumbent else "the best score")
+        write_atomically(path, json.dumps({
+            "name": accepted.candidate.name, "rule": self.rule, "why": accepted.why, "phase": phase, "incumbent": name,
+            "n_candidates": len(self.outcomes), "confirmed": [asdict(row) for row in accepted.confirmed],
+        }, indent=1) + "\n")
         write_atomically(self.folder / "accepted.txt", accepted.candidate.name + "\n")
         return accepted
 
-    def _confirm(self, finalists: list[Outcome], incumbent: Outcome) -> Accepted:
-        """The finalists and the incumbent once more, on the same tasks and fresh seeds."""
-        fresh, cost, seconds = {}, Counter(), 0.0
-        for outcome in [incumbent, *finalists]:
-            path, key = self.folder / outcome.candidate.name / "confirmed.json", self.score_key(outcome.candidate)
-            record = json.loads(path.read_text()) if path.exists() else {}
-            if record.get("key") != key:
+    def _confirm(self, incumbent: Outcome, phase: int) -> Accepted:
+        """The incumbent and the best of those with a higher score, once more on the same tasks and fresh seeds. A
+        candidate is confirmed once: one that an earlier phase did not accept is none of them."""
+        better = [o for o in rank(self.outcomes) if o.score.mean > incumbent.score.mean
+                  and self._fresh(o).get("phase", phase) == phase][:FINALISTS]
+        if not better:
+            return Accepted(incumbent.candidate, incumbent.score.mean, "nothing was better")
+        fresh, cost, seconds, refused = {}, Counter(), 0.0, []
+        for outcome in [incumbent, *better]:
+            candidate = outcome.candidate
+            record = self._fresh(outcome)
+            if not record:
                 tally = Tally()
-                self._play(outcome.candidate, self.tasks, tally, "confirm", "confirming")
-                record = {"key": key, "n_iterations": self.n_iterations, "rewards": tally.rewards,
-                          "cost": dict(tally.cost), "seconds": tally.seconds}
-                write_atomically(path, json.dumps(record) + "\n")
-            fresh[outcome.candidate.name] = record["rewards"]
-            if record["n_iterations"] == self.n_iterations:                     # else an earlier phase has paid for it
+                why = self._play(candidate, self.tasks, tally, "confirm", "confirming")
+                record = {"key": self.score_key(candidate), "phase": phase, "refused": why, **vars(tally)}
+                write_atomically(self.folder / candidate.name / "confirmed.json", json.dumps(record) + "\n")
+            if record["phase"] == phase:                                        # else an earlier phase has paid for it
                 cost.update(record["cost"])
                 seconds += record["seconds"]
+            if record["refused"] and outcome is not incumbent:
+                refused.append(f"; {candidate.name} is refused: {record['refused']}")
+            else:
+                fresh[candidate.name] = record["rewards"]
         of_incumbent = fresh.pop(incumbent.candidate.name)
-        rows = confirm(fresh, of_incumbent, derive_seed(*self.seed, "confirm"))
+        rows = confirm(fresh, of_incumbent, len(better), derive_seed(*self.seed, "confirm"))
         winner = next((row for row in rows if row.is_better), None)
-        chosen = next(o for o in finalists if o.candidate.name == winner.name) if winner else incumbent
-        tops = winner or rows[0]
-        why = (f"on fresh seeds {tops.name} {tops.mean:.3f}, the incoming harness {tops.incumbent_mean:.3f}: "
-               f"{tops.difference:+.3f} [{tops.ci[0]:+.3f}, {tops.ci[1]:+.3f}]" + "; it stays" * (winner is None))
-        return Accepted(chosen.candidate, chosen.score, why, tuple(rows), dict(cost), seconds)
+        chosen = next(o for o in better if o.candidate.name == winner.name) if winner else incumbent
+        why = "; ".join(f"{row.name} {row.mean:.3f}, {row.difference:+.3f} [{row.ci[0]:+.3f}, {row.ci[1]:+.3f}]"
+                        for row in rows)
+        why = f"on fresh seeds {incumbent.candidate.name} {mean_of(of_incumbent):.3f}; {why}{''.join(refused)}"
+        mean = winner.mean if winner else mean_of(of_incumbent)
+        return Accepted(chosen.candidate, mean, why, tuple(rows), dict(cost), seconds)
 
-    def _propose(self, number: int, n_candidates: int, usd_left: float | None) -> list[Candidate]:
+    def _fresh(self, outcome: Outcome) -> dict:
+        """The record of its confirming, if it was made under these settings; else {}."""
+        path = self.folder / outcome.candidate.name / "confirmed.json"
+        record = json.loads(path.read_text()) if path.exists() else {}
+        return record if record.get("key") == self.score_key(outcome.candidate) else {}
+
+    def _propose(self, number: int, n_candidates: int, usd_left: float | None,
+                 proposals_left: int | None) -> list[Candidate]:
         """The candidates of an iteration: those on disk, else the proposer's."""
         marker = self._marker(number)
         if marker.exists():
@@ -267,7 +236,8 @@ class Search:
         request = ProposalRequest(
             self.folder, tuple(self.outcomes), slots, (*self.seed, "propose", number), self.env.name,
             self.folder / "sessions" / f"iteration_{number:02d}",
-            bool(self.fst_h0), usd_left)
+            bool(self.fst_h0), usd_left, proposals_left)
+        self.bill = request.bill                                    # also of a proposer that raises
         proposed = self.proposer(request)
         after = self._fingerprint()
         changed = [str(path) for path in sorted(before | after) if before.get(path) != after.get(path)]
@@ -275,14 +245,14 @@ class Search:
             raise SearchError(f"the proposer changed {', '.join(changed)}: archive and scorer are not its to write")
         if len(proposed) > n_candidates:
             raise SearchError(f"the proposer returned {len(proposed)} candidates, not at most {n_candidates}")
-        if not proposed and number == 2:                            # later on it may have tried all that it knows
+        if not proposed and number == 2 and usd_left is proposals_left is None:     # else it tried all, or spent all
             raise SearchError("the proposer returned no candidate")
         candidates = self._write([
             replace(candidate, name=f"h{len(self.outcomes) + i}", iteration=number,
                     hypothesis=" ".join(candidate.hypothesis.split()),
                     source=candidate.source.encode("utf-8", "replace").decode())        # a lone surrogate is no source
             for i, candidate in enumerate(proposed)])
-        self.bill = replace(request.bill, proposals=len(candidates))
+        self.bill.proposals = max(self.bill.proposals, len(candidates))
         write_atomically(marker, json.dumps({"candidates": {c.name: sha256(c.source) for c in candidates},
                                              "bill": asdict(self.bill)}) + "\n")
         return candidates
@@ -290,7 +260,7 @@ class Search:
     def _write_task(self, slots: tuple[str, ...]) -> None:
         write_atomically(self.folder / "task.md", task_text(
             self.env, self.tasks, self.cfg, len(slots) or self.n_candidates, bool(self.fst_h0),
-            earlier_findings(self.folder), slots, self.engine.max_len))
+            earlier_findings(self.folder), slots, self.engine.max_len, self.rule))
 
     def _marker(self, number: int) -> Path:
         return self.folder / f"iteration_{number:02d}.json"
@@ -317,39 +287,66 @@ class Search:
     def _finish(self, group: list[Candidate], siblings: list[Candidate]) -> dict[str, Outcome]:
         """Gates and scores the candidates of a group, together if they race -> their outcomes. Of each, the marker is
         written last."""
-        outcomes, racing = {}, {}
+        outcomes, entrants = {}, []
         for candidate in group:
-            started, cost, refused = time.monotonic(), {}, ""
-            if candidate.name != "h0":
-                refused, cost = self._gate(candidate, siblings)
-            gates = {"gate_cost": cost, "gate_seconds": time.monotonic() - started}
+            refused, gates = self._gate(candidate, siblings)
             if refused:
                 outcomes[candidate.name] = self._refuse(candidate, refused, gates)
             else:
-                racing[candidate.name] = (candidate, self._tally_so_far(candidate), gates)
-        best = select_best(self.outcomes).score.rewards if self.outcomes else {}
+                entrants.append(Entrant(candidate, self._tally_so_far(candidate), gates))
+        best = select_best(self.outcomes).score.rewards if self.outcomes else None
         order = random.Random(derive_seed(*self.seed, "order")).sample(self.tasks, len(self.tasks)) \
             if self.rule == "race" else self.tasks                              # the same for all of an archive
-        for cut in cuts_of(len(order), self.rule if best else "best"):
-            for name, (candidate, tally, gates) in list(racing.items()):
-                ahead = order[len(tally.rewards):cut]
-                if ahead and (why := self._play(candidate, ahead, tally, "score", "scoring")):
-                    cost = dict(Counter(gates["gate_cost"]) + tally.cost)               # rollouts that score nothing
-                    gates = {"gate_cost": cost, "gate_seconds": gates["gate_seconds"] + tally.seconds}
-                    outcomes[name] = self._refuse(racing.pop(name)[0], why, gates)
-            if cut < len(order) and racing:
-                rewards = {name: tally.rewards for name, (_, tally, _) in racing.items()}
-                for name in rewards.keys() - still_racing(rewards, best, len(order)):
-                    why = f"stopped after {cut} of {len(order)} tasks: it would hardly end above the best"
-                    outcomes[name] = self._score(*racing.pop(name), why)
-        return outcomes | {name: self._score(*entry) for name, entry in racing.items()}
+        for cut in cuts_of(len(order), self.rule) if best else [len(order)]:
+            entrants = self._play_round(entrants, order[:cut], outcomes)
+            if cut < len(order):
+                entrants = self._stop_some(entrants, order[:cut], best, outcomes)
+        return outcomes | {entrant.candidate.name: self._score(entrant) for entrant in entrants}
 
-    def _gate(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, dict[str, int]]:
-        """-> why it is refused, "" if it is not; and what rollouts of the model it took to tell."""
+    def _play_round(self, entrants: list[Entrant], tasks: list[Task], outcomes: dict[str, Outcome]) -> list[Entrant]:
+        """Each plays what it has not yet played of these tasks -> those that their rollouts do not refuse."""
+        left = []
+        for entrant in entrants:
+            tally, gates, name = entrant.tally, entrant.gates, entrant.candidate.name
+            ahead = tasks[len(tally.rewards):]
+            why = self._play(entrant.candidate, ahead, tally, "score", "scoring") if ahead else ""
+            if why and name != "h0":                            # its rollouts score nothing, so the gates pay for them
+                cost = dict(Counter(gates.gate_cost) + tally.cost)
+                gates = GateBill(cost, gates.gate_seconds + tally.seconds)
+                outcomes[name] = self._refuse(entrant.candidate, why, gates)
+            else:
+                left.append(entrant)
+        return left
+
+    def _stop_some(self, entrants: list[Entrant], tasks: list[Task], best: dict[str, float],
+                   outcomes: dict[str, Outcome]) -> list[Entrant]:
+        """After a round of a race over the first `tasks` -> those that go on. What was played beyond them, by a process
+        that was stopped, changes no decision."""
+        rewards = {entrant.candidate.name: entrant.rewards_on(tasks) for entrant in entrants}
+        racing = still_racing(rewards, best, len(self.tasks)) if entrants else {}
+        for entrant in entrants:
+            if entrant.candidate.name not in racing:
+                why = f"stopped after {len(tasks)} of {len(self.tasks)} tasks: it would hardly end above the best"
+                outcomes[entrant.candidate.name] = self._score(entrant, why)
+        return [entrant for entrant in entrants if entrant.candidate.name in racing]
+
+    def _gate(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, GateBill]:
+        """-> why it is refused, "" if it is not; and what it took to tell. What has passed is not asked again."""
+        path, key = self.folder / candidate.name / "gates.json", self.score_key(candidate)
+        record = json.loads(path.read_text()) if path.exists() else {}
+        if candidate.name == "h0" or record.get("key") == key:
+            return "", GateBill(record.get("gate_cost", {}), record.get("gate_seconds", 0.0))
+        started = time.monotonic()
+        why, cost = self._probe(candidate, siblings)
+        bill = GateBill(cost, time.monotonic() - started)
+        if not why:
+            write_atomically(path, json.dumps({"key": key, **asdict(bill)}) + "\n")
+        return why, bill
+
+    def _probe(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, dict[str, int]]:
         if not any(o.score and o.candidate.name == candidate.parent for o in self.outcomes):
             return f"its parent {candidate.parent!r} is no scored candidate of an earlier iteration", {}
-        ahead = [o.candidate for o in self.outcomes] + siblings[:siblings.index(candidate)]
-        for other in ahead:
+        for other in [o.candidate for o in self.outcomes] + siblings[:siblings.index(candidate)]:
             if program_of(other.source) == program_of(candidate.source):
                 return f"it is the same program as {other.name}", {}
         if self.fst_h0 and (why := beyond_prompts(candidate.source, self.fst_h0)):
@@ -361,40 +358,37 @@ class Search:
             cost.update(probe.cost)
         return said_against(probes), dict(cost)
 
-    def _refuse(self, candidate: Candidate, why: str, gates: dict) -> Outcome:
-        record = {"refused": why, "key": self.score_key(candidate), **gates}
+    def _refuse(self, candidate: Candidate, why: str, gates: GateBill) -> Outcome:
+        record = {"refused": why, "key": self.score_key(candidate), **asdict(gates)}
         write_atomically(self.folder / candidate.name / "refused.json", json.dumps(record, indent=1) + "\n")
-        return Outcome(candidate, None, why, **gates)
+        return Outcome(candidate, None, why, **asdict(gates))
 
     def _play(self, candidate: Candidate, tasks: list[Task], tally: Tally, seeds: str, title: str) -> str:
         """One rollout on each task, added to the tally and to the candidate's traces -> what in them refuses it."""
-        started = time.monotonic()
+        started, folder = time.monotonic(), self.folder / candidate.name
         with self.on_candidate(f"{title} {candidate.name}", len(tasks)) as advance:
             traces = self.roll_out(candidate.source, tasks, 1, (*self.seed, seeds), on_finish=lambda trace: advance())
-        if seeds == "score":
-            path = self.folder / candidate.name / "traces.jsonl"
-            rows = path.read_text(encoding="utf-8").splitlines()[:len(tally.rewards)] if tally.rewards else []
-            rows += [json.dumps(trace.to_json()) for trace in traces]
-            write_atomically(path, "\n".join(rows) + "\n")
+        path = folder / ("traces.jsonl" if seeds == "score" else f"{seeds}_traces.jsonl")
+        rows = path.read_text(encoding="utf-8").splitlines()[:len(tally.rewards)] if tally.rewards else []
+        rows += [json.dumps(trace.to_json()) for trace in traces]
+        write_atomically(path, "\n".join(rows) + "\n")
         tally.add(traces, time.monotonic() - started)
         why = said_against(check_traces(traces, tasks, self.env, self.engine.tokenizer))
-        if why and candidate.name != "h0":
-            return why
-        if self.rule == "race":                                     # a round is never played twice
-            record = {"key": self.score_key(candidate), "tally": vars(tally)}
-            write_atomically(self.folder / candidate.name / "rounds.json", json.dumps(record) + "\n")
-        return ""
+        if self.rule == "race" and not why:
+            record = {"key": self.score_key(candidate), **vars(tally)}
+            write_atomically(folder / "rounds.json", json.dumps(record) + "\n")
+        return why
 
     def _tally_so_far(self, candidate: Candidate) -> Tally:
+        """Of the rounds that a process which was stopped has played."""
         path = self.folder / candidate.name / "rounds.json"
         record = json.loads(path.read_text()) if path.exists() else {}
-        if record.get("key") != self.score_key(candidate):
+        if record.pop("key", None) != self.score_key(candidate):
             return Tally()
-        counters = {name: Counter(record["tally"][name]) for name in ("statuses", "failures", "cost")}
-        return Tally(**record["tally"] | counters)
+        return Tally(**record | {name: Counter(record[name]) for name in ("statuses", "failures", "cost")})
 
-    def _score(self, candidate: Candidate, tally: Tally, gates: dict, stopped: str = "") -> Outcome:
-        n = len(tally.rewards)
+    def _score(self, entrant: Entrant, stopped: str = "") -> Outcome:
+        candidate, tally, n = entrant.candidate, entrant.tally, len(entrant.tally.rewards)
         score = Score(
             mean=mean_of(tally.rewards), n=n,
             ci95=bootstrap_ci(list(tally.rewards.values()), derive_seed(*self.seed, "bootstrap")),
@@ -404,8 +398,8 @@ class Search:
             harness_sha=sha256(candidate.source), version=self.version, key=self.score_key(candidate),
             rewards=tally.rewards, stopped=stopped)
         path = self.folder / candidate.name / "score.json"
-        write_atomically(path, json.dumps(asdict(score) | gates, indent=1) + "\n")
-        return Outcome(candidate, score, **gates)
+        write_atomically(path, json.dumps(asdict(score) | asdict(entrant.gates), indent=1) + "\n")
+        return Outcome(candidate, score, **asdict(entrant.gates))
 
     def score_key(self, candidate: Candidate) -> str:
         settings = {key: value for key, value in asdict(self.cfg).items() if key != "n_workers"}    # changes no result
@@ -431,44 +425,3 @@ class Search:
 
 def said_against(probes: list[Probe]) -> str:
     return "; ".join(f"{probe.name}: {probe.why}" for probe in probes if not probe.passed)
-
-
-def history_row(outcome: Outcome) -> str:
-    """A candidate's row of history.jsonl. No seconds, so that a resumed search writes the same rows."""
-    row = asdict(outcome.candidate) | (asdict(outcome.score) if outcome.score else {}) | {"refused": outcome.refused}
-    left_out = ("source", "seconds", "key", "rewards")
-    return json.dumps({key: value for key, value in row.items() if key not in left_out}) + "\n"
-
-
-def earlier_findings(folder: Path) -> list[Finding]:
-    """What the archives before this one in the same run found, against each candidate's parent."""
-    found = []
-    for archive in sorted(folder.parent.glob("cycle_*")) if folder.name.startswith("cycle_") else []:
-        if archive.name >= folder.name or not (archive / "acceptance.json").exists():
-            continue
-        kept = json.loads((archive / "acceptance.json").read_text())["name"]
-        rows = [json.loads(line) for line in (archive / "history.jsonl").read_text().splitlines()]
-        means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}
-        found += [Finding(int(archive.name.removeprefix("cycle_")), row["name"], row["mean"], tuple(row["ci95"]),
-                          means[row["parent"]], row["hypothesis"], row["name"] == kept)
-                  for row in rows if row["name"] in means and row["parent"] in means]
-    return found
-
-
-def archive_text(outcomes: list[Outcome]) -> str:
-    """The archive as a table, the best first, then those that were stopped or refused."""
-    whole = rank(outcomes)
-    front = pareto_front((o.candidate.name, o.score.mean, o.score.tok_a_rollout) for o in whole)
-    rows = []
-    for outcome in whole + [o for o in outcomes if o not in whole]:
-        candidate, score = outcome.candidate, outcome.score
-        numbers = [f"{score.mean:.3f} [{score.ci95[0]:.3f}, {score.ci95[1]:.3f}]",
-                   f"{score.n_ok} / {score.n_error} / {score.n_killed}", f"{score.calls_a_rollout:.2f}",
-                   f"{score.tok_a_rollout:.0f}"] if score else ["", "", "", ""]
-        verdict = outcome.refused and f"refused: {outcome.refused}" or score.stopped or (
-            "on the front" if candidate.name in front else "")
-        cells = [candidate.name, candidate.parent, *numbers, verdict, candidate.hypothesis, candidate.note]
-        rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |\n")
-    return ("A row a harness. Front: no other has a higher score and takes no more sampled tokens (Pareto).\n\n"
-            "| name | parent | score, 95 % interval | ok / error / killed | calls a rollout | tokens a rollout "
-            "| verdict | hypothesis | note |\n|" + " --- |" * 9 + "\n" + "".join(rows))

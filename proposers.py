@@ -25,7 +25,7 @@ from agent_cmd import check_settings, run_command_agent
 from chat_endpoint import check_settings_api
 from envs import ENVS
 from lint import program_of
-from harness_search import Candidate, ProposalRequest, select_best
+from candidates import Candidate, ProposalRequest, Score, select_best
 from mechanisms import SAID, Mechanism, mechanisms_of, n_calls, render
 from rollout import derive_seed
 from sessions import ProposerConfig, propose_by_agent
@@ -60,6 +60,14 @@ def add_mechanisms(base: frozenset[str], added: list[str], known: dict[str, Mech
     return frozenset(has)
 
 
+def is_higher(new: Score, old: Score) -> bool:
+    """On the tasks that both played: a race stops some early."""
+    if not new.stopped and not old.stopped:
+        return new.mean > old.mean
+    shared = new.rewards.keys() & old.rewards.keys()
+    return sum(new.rewards[task] for task in shared) > sum(old.rewards[task] for task in shared)
+
+
 def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     """M new harnesses from the archive's best, deterministic for a seed. Each slot takes the mechanism for the kinds of
     failure that are most frequent in the best's traces and that no earlier slot took up; the last combines several."""
@@ -74,10 +82,10 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     base, origin = frozenset(parent.mechanisms), ""
     if not base <= known.keys() or program_of(render(request.domain, base, "", h0)) != program_of(parent.source):
         base, origin = frozenset(), f"(from h0's structure, as the mechanisms of {parent.name} are not known) "
-    scored = {o.candidate.name: (set(o.candidate.mechanisms), o.score.mean) for o in request.history if o.score}
-    tried = [(*scored[o.candidate.parent], *scored[o.candidate.name])
-             for o in request.history if o.score and o.candidate.parent]
-    no_help = set().union(*(after - before for before, old_mean, after, new_mean in tried if new_mean <= old_mean))
+    scored = {o.candidate.name: o for o in request.history if o.score}
+    tried = [(scored[o.candidate.parent], o) for o in scored.values() if o.candidate.parent]
+    no_help = set().union(*(set(new.candidate.mechanisms) - set(old.candidate.mechanisms)
+                            for old, new in tried if not is_higher(new.score, old.score)))
 
     def rank(chosen: set[str]) -> list[str]:
         """What could be added to the base and to `chosen`, by how many rollouts failed in ways that it addresses and

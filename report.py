@@ -158,7 +158,7 @@ def figure_of(config: dict, state: dict, metrics: list[dict]) -> Figures:
     test = Series(f"test mean@{config['n_eval']}, 95 % interval", [e["training_rollouts"] for e in evals],
                   [e["mean"] for e in evals], [e["ci95"][0] for e in evals], [e["ci95"][1] for e in evals], band=False)
     steps = [row for row in metrics if row["kind"] == "weight_step"]
-    scored = [row for row in metrics if row["kind"] == "candidate" and not row["refused"]]
+    scored = [row for row in metrics if row["kind"] == "candidate" and not row["refused"] and not row["stopped"]]
     dots = [Dots(name, [row["training_rollouts"] for row in points], [row[key] for row in points], marker)
             for name, points, key, marker in (("reward of a weight step", steps, "reward", "o"),
                                               ("score of a candidate", scored, "mean", "x")) if points]
@@ -199,11 +199,13 @@ def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
 def cycle_of(folder: Path) -> dict:
     """One archive as a tree: each candidate under its parent."""
     rows = list(iter_jsonl(folder / "history.jsonl"))
-    accepted, why, rule = "", "", ""
+    accepted, why, confirmed = "", "", {}
     if (folder / "accepted.txt").exists():
         record = read_json(folder / "acceptance.json")
         if record["n_candidates"] == len(rows):             # else of an earlier phase, and the search has gone on since
-            accepted, why, rule = record["name"], record["why"], record["rule"]
+            accepted, why = record["name"], record["why"]
+            confirmed = {row["name"]: "on fresh seeds {:+.3f} [{:+.3f}, {:+.3f}]".format(row["difference"], *row["ci"])
+                         for row in record["confirmed"]}
     scores = {row["name"]: folder / row["name"] / "score.json" for row in rows if not row["refused"]}
     rewards = {name: rewards_of(path, path.stat().st_mtime_ns if path.exists() else 0) for name, path in scores.items()}
     whole = [row for row in rows if not row["refused"] and not row["stopped"]]
@@ -211,16 +213,18 @@ def cycle_of(folder: Path) -> dict:
     points = [(row["name"], row["mean"], row["tok_a_rollout"]) for row in whole]
     front = pareto_front(points)
     children: dict[str, list[dict]] = {}
+    names = {row["name"] for row in rows if not row["refused"]}         # a refused one is no parent
     for row in rows:
         file = folder / row["name"] / "harness.py"
         over = [] if row["refused"] or not row["parent"] else [
             reward - rewards["h0"][task] for task, reward in rewards[row["name"]].items()]
-        children.setdefault(row["parent"], []).append({
+        parent = row["parent"] if row["parent"] in names and row["parent"] != row["name"] else ""
+        children.setdefault(parent, []).append({
             **row, "accepted": row["name"] == accepted, "on_front": row["name"] in front,
             "verdict": "accepted" if row["name"] == accepted else "refused" if row["refused"] else
             "stopped early" if row["stopped"] else "the incoming harness" if not row["parent"] else
-            "not the best" if row["mean"] < best else "best so far" if not accepted else
-            "a tie, by more calls or later" if rule != "confirm" else "not confirmed",
+            confirmed[row["name"]] if row["name"] in confirmed else
+            "not the best" if row["mean"] < best else "a tie, by more calls or later" if accepted else "best so far",
             "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over else None,
             "changes": failure_changes(rows, row), "source": read_text(file),
             "diff": diff_of(folder / row["parent"] / "harness.py", file) if row["parent"] in scores else []})
@@ -260,7 +264,7 @@ def rewards_of(path: Path, changed_ns: int) -> dict[str, float]:
 def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:
     """(kind, parent's count, own count) of the failures whose count changed, the largest change first."""
     parent = next((other for other in rows if other["name"] == row["parent"] and not other["refused"]), None)
-    if parent is None or row["refused"]:
+    if parent is None or row["refused"] or row["stopped"] or parent["stopped"]:     # of as many rollouts each
         return []
     kinds = parent["failures"].keys() | row["failures"].keys()
     changes = [(kind, parent["failures"].get(kind, 0), row["failures"].get(kind, 0)) for kind in sorted(kinds)]

@@ -48,6 +48,7 @@ class State:
     empty_steps: int = 0                    # weight steps in a row without an accepted rollout
     harness_iterations: int = 0
     archive_iterations: dict[str, int] = field(default_factory=dict)        # by archive: sched.Phase.archive
+    billed: dict[str, float] = field(default_factory=dict)      # of the running iteration: what the ledger has of it
     harness: dict | None = None             # the current candidate; None is h0
     evals: list[dict] = field(default_factory=list)
     accepted: list[dict] = field(default_factory=list)

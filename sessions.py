@@ -27,7 +27,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness_search import Bill, Candidate, ProposalRequest, SearchError, select_best
+from candidates import Bill, Candidate, ProposalRequest, select_best
+from harness_search import SearchError
 from rollout import derive_seed
 from rundir import fingerprint, write_atomically
 
@@ -89,7 +90,8 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
                      closed: tuple[Path, ...] = (), guarded: tuple[Path, ...] = (), waived: tuple[str, ...] = (),
                      say: Callable[[str], None] = lambda line: None,
                      pause: Callable[[float], None] = time.sleep) -> list[Candidate]:
-    """Sessions until one leaves a candidate -> the candidates. ProposerFailed after max_proposer_failures without.
+    """Sessions until one leaves a candidate -> the candidates; none where a cap ends it before. ProposerFailed after
+    max_proposer_failures in a row without one; a failure that passes is one when it has not passed after N_TRIES.
 
     closed: what the agent must not read. guarded: what decides a score, so a session that changes it stops the search;
     the archive always is. waived: layers of the wall to do without. say: for a person who waits."""
@@ -102,17 +104,23 @@ def propose_by_agent(request: ProposalRequest, settings: ProposerConfig, run_age
             if attempt:
                 say(f"once more after {PAUSE_S * 2 ** (attempt - 1):.0f} s")
                 pause(PAUSE_S * 2 ** (attempt - 1))
-            if request.usd_left is not None and request.bill.proposer_usd >= request.usd_left:
-                raise ProposerFailed(f"the proposer has spent ${request.bill.proposer_usd:.2f} in this iteration, and "
-                                     f"${max(0.0, request.usd_left):.2f} were left for it; see {request.notes}")
+            if spent_all(request):
+                return []
             candidates, session = hold_session(request, settings, run_agent, closed, guarded, waived, say)
             if candidates:
                 return candidates
             if session.end != "transient":
                 break
         failures.append(session.words.strip() or f"the session ended ({session.end}) and no slot was written")
-    raise ProposerFailed(f"the proposer left no candidate in {len(failures)} sessions in a row (--max-proposer-"
-                         f"failures); see {request.notes}. Its last words: {plain(failures[-1])[-2000:]}")
+    raise ProposerFailed(f"the proposer left no candidate {len(failures)} times in a row (--max-proposer-failures); "
+                         f"see {request.notes}. Its last words: {plain(failures[-1])[-2000:]}")
+
+
+def spent_all(request: ProposalRequest) -> bool:
+    """Whether a cap of the run forbids one more session: with a cap on money, also after one of unknown cost."""
+    bill = request.bill
+    return (request.usd_left is not None and (bill.proposer_usd >= request.usd_left or bill.proposer_unpriced > 0)
+            or request.proposals_left is not None and bill.proposals + request.n_candidates > request.proposals_left)
 
 
 def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: Callable[[Workplace], Session],
@@ -245,6 +253,7 @@ def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
     parent is the best so far, and its note says so."""
     told = read_proposals(read_plain(folder / "proposal.json") or "")
     best = select_best(list(request.history)).candidate.name
+    scored = {outcome.candidate.name for outcome in request.history if outcome.score}
     candidates = []
     for slot in request.slots:
         source = read_plain(folder / f"{slot}.py")
@@ -254,10 +263,12 @@ def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
         parent, hypothesis = (plain(entry[key])[:2000].strip() if isinstance(entry.get(key), str) else ""
                               for key in ("parent", "hypothesis"))
         mechanisms = entry.get("mechanisms") if isinstance(entry.get("mechanisms"), list) else []
+        note = "" if parent and hypothesis else "recovered: proposal.json does not explain this file"
+        if parent and parent not in scored:
+            note, parent = f"recovered: its parent {parent[:40]!r} is no scored candidate", best
         candidates.append(Candidate(
             slot, parent or best, hypothesis,
-            tuple(plain(name)[:100] for name in mechanisms[:20] if isinstance(name, str)), source, 0,
-            "" if parent and hypothesis else "recovered: proposal.json does not explain this file"))
+            tuple(plain(name)[:100] for name in mechanisms[:20] if isinstance(name, str)), source, 0, note))
     return candidates
 
 
@@ -291,6 +302,7 @@ def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> fl
 def add_up(bill: Bill, notes: Path) -> None:
     """All sessions of an iteration, those of a process that was killed included."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(notes.glob("session_*.json"))]
+    bill.proposals = sum(max(1, len(record.get("candidates", []))) for record in records)
     bill.proposer_calls = len(records)
     bill.proposer_usd = sum(record.get("usd") or 0.0 for record in records)
     bill.proposer_unpriced = sum(record.get("usd") is None for record in records)

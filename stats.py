@@ -3,6 +3,8 @@
 Differs from the paper: the paper gives no intervals.
 """
 
+from math import comb
+
 import numpy as np
 
 
@@ -13,6 +15,12 @@ def bootstrap_ci(values: list[float], seed: int, n_resamples: int = 2000, level:
     tail = round(50 * (1 - level), 9)                                           # per cent, on each side
     low, high = np.percentile(values[picks].mean(axis=1), [tail, 100 - tail])
     return float(low), float(high)
+
+
+def sign_test(n_worse: int, n_better: int) -> float:
+    """The chance of so many worse pairs or more among the pairs that differ, if worse and better are equally likely."""
+    n = n_worse + n_better
+    return sum(comb(n, k) for k in range(n_worse, n + 1)) / 2 ** n
 
 
 def paired_ci(differences: list[list[float]], seed: int, n_resamples: int = 10_000) -> tuple[float, float]:

@@ -40,11 +40,13 @@ class Finding:
 
 
 def task_text(env, tasks: Sequence[Task], cfg: RolloutConfig, n_candidates: int, prompts_only: bool = False,
-              earlier: Iterable[Finding] = (), slots: Sequence[str] = (), max_len: int = 0) -> str:
+              earlier: Iterable[Finding] = (), slots: Sequence[str] = (), max_len: int = 0,
+              rule: str = "best") -> str:
     """The text for one session of a proposer. `tasks`: those that candidates are scored on, one at least.
 
     slots: the names that this session is to fill (h4, h5, h6); (): they come with the request.
     max_len: tokens of the model's context (engine.max_len); 0: the text gives no number.
+    rule: which candidate is accepted (acceptance.ACCEPT).
     """
     if slots and len(slots) != n_candidates:
         raise ValueError(f"{len(slots)} slots for {n_candidates} candidates")
@@ -54,7 +56,7 @@ def task_text(env, tasks: Sequence[Task], cfg: RolloutConfig, n_candidates: int,
         env=env, about=inspect.cleandoc(env.__doc__ or ""), fields=list(env.start(tasks[0])[1]), n_tasks=len(tasks),
         noise=0.5 / sqrt(len(tasks)), cfg=cfg, max_tool_calls=MAX_TOOL_CALLS, max_source_bytes=MAX_SOURCE_BYTES,
         max_len=max_len, api=harness_api, n_candidates=n_candidates, slots=list(slots), prompts_only=prompts_only,
-        cycles=findings_by_cycle(earlier), hypothesis_chars=HYPOTHESIS_CHARS)
+        rule=rule, cycles=findings_by_cycle(earlier), hypothesis_chars=HYPOTHESIS_CHARS)
 
 
 def findings_by_cycle(earlier: Iterable[Finding]) -> list[tuple[int, list[Finding]]]:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import rollout
 import sched
@@ -31,10 +32,12 @@ import team
 from acceptance import kept_rollouts
 from config import (
     ALTERNATING, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
-    least_weight_step, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget, secret_paths)
+    least_search, least_weight_step, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget,
+    secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
-from harness_search import Candidate, Outcome, Search
+from candidates import Candidate, Outcome
+from harness_search import Search, SearchError
 from proposers import make_proposer
 from ranks import ALONE, Ranks
 from report import REFRESH_S, write_report
@@ -58,6 +61,8 @@ def train_whale(run: "Run") -> None:
     run.evaluate("base")                                                        # mean@8 of (theta_0, h_0)
     for phase in run.phases():                                                  # sched.py: weight, harness, weight ...
         if run.is_spent(phase) and not state.signals:                           # a phase that has begun is ended well
+            if run.skip(phase):                                                 # a cap on the search ends no training
+                continue
             break
         run.begin_phase(phase)
         for signal in state.signals:                                            # recorded before we were stopped
@@ -74,7 +79,7 @@ def train_whale(run: "Run") -> None:
         else:
             search = run.open_search(phase)                                     # iteration 1 scores the incoming h
             while phase.rule.goes_on and not run.is_spent(phase):
-                outcomes = search.iterate(run.n_candidates(phase), usd_left=run.caps.usd_left)  # propose, gate, score
+                outcomes = run.iterate(phase, search)                           # propose M, gate, score on D_harness
                 run.finish_iteration(phase, outcomes, search)
             run.adopt(phase, search)                                            # h <- the archive's best
         run.evaluate(f"cycle {phase.cycle}, after the {phase.kind} phase")
@@ -187,7 +192,7 @@ class Run:
         if (self.cfg.method in ALTERNATING or self.cfg.one_search) and not self.cfg.rollouts:
             return UNBOUNDED if phase.cycle <= self.cfg.cycles else 0
         if self.cfg.finish == "harness" and phase.kind == "harness" and self.untried_weights and (
-                self.budget - self.state.phase_start < 2 * len(self.harness_tasks)):        # the phase is an extra one
+                self.budget - self.state.phase_start < least_search(self.cfg, len(self.harness_tasks))):   # extra
             return UNBOUNDED
         return max(0, self.budget - self.dir.training_rollouts())
 
@@ -203,11 +208,24 @@ class Run:
             return self.left(phase) < least_weight_step(self.cfg)
         if self.state.idle:                             # the phase before was of the same search and spent nothing
             return True
+        n = self.n_iterations(phase)
+        if n and (self.archive_dir(phase) / f"iteration_{n + 1:02d}.json").exists():      # stopped after it was paid
+            return False
         return self.n_candidates(phase) < 1
+
+    def skip(self, phase: sched.Phase) -> bool:
+        """Whether an alternating method goes on without this search, which a cap forbids."""
+        if phase.kind == "weight" or not self.capped or self.cfg.method not in ALTERNATING or self.left(phase) <= 0:
+            return False
+        self.state.phase = phase.index + 1
+        return True
+
+    def archive_dir(self, phase: sched.Phase) -> Path:
+        return self.dir.path / "harness" / f"cycle_{phase.archive:02d}"
 
     @property
     def caps(self) -> Budget:
-        return Budget(self.cfg, self.state.ledger, len(self.harness_tasks))
+        return Budget(self.cfg, self.state.ledger, len(self.harness_tasks), len(self.test))
 
     def n_prompts(self, phase: sched.Phase) -> int:
         return min(self.cfg.prompt_batch, self.left(phase) // self.cfg.group_size)
@@ -216,13 +234,16 @@ class Run:
         """How many the budget and the caps still allow, beside the incoming harness where that is not scored yet."""
         first, n_tasks = not self.n_iterations(phase), len(self.harness_tasks)
         kept = kept_rollouts(self.cfg.accept, n_tasks)
-        n, cap = self.caps.n_candidates(kept, first)
-        self.capped = cap if n < 1 else ""
+        n, cap = self.caps.n_candidates(first)
+        self.capped = cap if n < 1 else self.capped
         n_in_budget = (self.left(phase) - kept) // n_tasks - first
         return min(self.cfg.candidates, n, n_in_budget)
 
     def begin_phase(self, phase: sched.Phase) -> None:
         of = f" of {self.budget:,}" if self.left(phase) < UNBOUNDED else ""
+        if phase.kind == "harness" and (usd := self.caps.rollout_usd):
+            self.say(f"a rollout has cost ${usd:.5f} so far, so scoring a harness costs about "
+                     f"${usd * len(self.harness_tasks):.2f}")
         self.say(f"cycle {phase.cycle}: {phase.kind} phase from {self.harness.name} ({phase.rule.why}); "
                  f"{self.dir.training_rollouts():,}{of} training rollouts spent", style="bold")
 
@@ -301,19 +322,37 @@ class Run:
     def open_search(self, phase: sched.Phase) -> Search:
         goes_on = self.n_iterations(phase) > len(self.state.signals)        # the archive of the harness phase before
         return Search(
-            folder=self.dir.path / "harness" / f"cycle_{phase.archive:02d}", engine=self.engine, env=self.env,
+            folder=self.archive_dir(phase), engine=self.engine, env=self.env,
             sandbox=self.sandbox, incumbent=self.first_harness if goes_on else self.harness, tasks=self.harness_tasks,
             forbidden=self.forbidden, seed=(self.cfg.seed, "harness", phase.archive),
             rollout_cfg=self.team.rollout_cfg, roll_out=self.team.roll_out,
             n_candidates=self.cfg.candidates, proposer=self.proposer, on_candidate=self.bar,
             n_done=self.n_iterations(phase), rule=self.cfg.accept, fst_h0=self.h0 if self.cfg.method == "fst" else "")
 
+    def iterate(self, phase: sched.Phase, search: Search) -> list[Outcome]:
+        """One iteration. What a proposer took that failed is charged too."""
+        n = max(1, self.n_candidates(phase))
+        try:
+            return search.iterate(n, self.caps.usd_left(n), self.caps.proposals_left)
+        except SearchError:
+            self.charge_bill(search)
+            self.dir.save()
+            raise
+
+    def charge_bill(self, search: Search) -> None:
+        """What the proposer took in the running iteration, less what was charged before: it may have failed, and the
+        same command has gone on."""
+        bill = asdict(search.bill)
+        self.dir.charge("harness", **{what: n - self.state.billed.get(what, 0) for what, n in bill.items()})
+        self.state.billed = bill
+
     def finish_iteration(self, phase: sched.Phase, outcomes: list[Outcome], search: Search) -> None:
         """Logs the candidates, charges their rollouts, records the signal (the archive's best score), saves."""
         best, best_score = search.best()
         measured_s = 0.0
         self.tell_notes()
-        self.dir.charge("harness", **asdict(search.bill))
+        self.charge_bill(search)
+        self.state.billed = {}
         for outcome in outcomes:
             candidate, score = outcome.candidate, outcome.score
             self.dir.charge("gates", **outcome.gate_cost, seconds=outcome.gate_seconds)
@@ -343,13 +382,13 @@ class Run:
 
     def adopt(self, phase: sched.Phase, search: Search) -> None:
         """What the archive accepts is the harness from here on."""
-        accepted = search.accept()
+        accepted = search.accept(phase.index)
         self.dir.charge("harness", **accepted.cost, seconds=accepted.seconds)
         self.dir.clock("harness", already_s=accepted.seconds)
         self.harness, state = accepted.candidate, self.state
         state.harness = asdict(self.harness)
         state.accepted.append({"cycle": phase.cycle, "name": self.harness.name, "parent": self.harness.parent,
-                               "hypothesis": self.harness.hypothesis, "score": accepted.score.mean,
+                               "hypothesis": self.harness.hypothesis, "score": accepted.mean,
                                "archive": phase.archive, "weight_step": state.weight_step, "why": accepted.why})
         self.say(f"accepted {self.harness.name} of cycle {phase.cycle}: {accepted.why}", style="bold")
 
@@ -412,9 +451,10 @@ class Run:
             self.say(f"the harness search ended at {self.capped}")
         if self.state.idle:
             self.say("the proposer has nothing more to try, so the search ends before the budget does")
-        if self.cfg.method != "weight" and self.untried_weights:
+        if self.cfg.method != "weight" and self.untried_weights and not self.capped:
             self.say("the budget ended after a weight phase, so no harness was sought for the last weights"
-                     + "; --finish harness adds that phase" * (self.cfg.method in ALTERNATING))
+                     + "; --finish harness adds that phase" * (self.cfg.method in ALTERNATING
+                                                               and self.cfg.finish != "harness"))
         unspent = self.budget - self.dir.training_rollouts() if self.cfg.rollouts else 0
         if unspent > 0:
             self.say(f"{unspent:,} of {self.budget:,} training rollouts are left: too few for what came next")

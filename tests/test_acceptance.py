@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import harness_search as hs
+import candidates as hs
+import harness_search
 import mechanisms
 import proposers
 from acceptance import (
     FINALISTS, HARDLY, chance_to_win, confirm, cuts_of, kept_rollouts, mean_of, pareto_front, still_racing)
+from harness_search import Search
 from sandbox import Sandbox
 from test_harness_search import (  # noqa: F401  (fixtures)
     FORBIDDEN, H0, Killed, MortalEngine, engine, make_search, make_tasks, model_dir, sandbox, variants)
@@ -101,12 +103,12 @@ def test_confirming_accepts_what_is_better_and_hardly_ever_luck():
         for trial in range(150):
             hardness = {task: rng.uniform(-0.4, 0.4) for task in range(n)}
             finalists = {f"h{i}": simulate(rng, 0.5 + gain, hardness) for i in range(3)}
-            rows = confirm(finalists, simulate(rng, 0.5, hardness), trial)
+            rows = confirm(finalists, simulate(rng, 0.5, hardness), 3, trial)
             assert [row.mean for row in rows] == sorted((row.mean for row in rows), reverse=True)
             assert rows[0].difference == pytest.approx(rows[0].mean - rows[0].incumbent_mean)
             assert rows[0].ci[0] < rows[0].difference < rows[0].ci[1]
             accepted[gain] += any(row.is_better for row in rows)
-    assert accepted[0.0] <= 8 and accepted[0.15] >= 130
+    assert accepted[0.0] <= 8 and accepted[0.15] >= 120
 
 
 def test_rollouts_that_a_phase_keeps_for_its_end():
@@ -159,8 +161,7 @@ def test_a_race_stops_the_worse_one_early(raced):
         of_h0 = [json.loads(row)["task_id"] for row in (folder / "h0/traces.jsonl").read_text().splitlines()]
         assert [json.loads(row)["task_id"] for row in rows] == of_h0[:score.n]          # row k is the same task
     whole = [o.score for o in outcomes if o.score and not o.score.stopped]
-    assert all(score.n == 16 for score in whole) and accepted.score in whole
-    assert accepted.score.mean == max(score.mean for score in whole)
+    assert all(score.n == 16 for score in whole) and accepted.mean == max(score.mean for score in whole)
 
 
 def test_a_race_scores_as_a_whole_scoring_does(raced, tmp_path, engine, sandbox):  # noqa: F811
@@ -186,12 +187,9 @@ def test_confirming_uses_fresh_seeds_and_pays(confirmed):
     row = next(row for row in record["confirmed"] if row["name"] == better[0])
     of_h0 = json.loads((folder / "h0/confirmed.json").read_text())["rewards"]
     assert row["difference"] == pytest.approx(mean_of(fresh) - mean_of(of_h0))
-    assert accepted.candidate.name == next((r["name"] for r in record["confirmed"] if r["ci"][0] > 0), "h0")
+    assert accepted.candidate.name == next((r["name"] for r in record["confirmed"] if r["is_better"]), "h0")
     assert (folder / "accepted.txt").read_text().strip() == accepted.candidate.name == record["name"]
-    again = search.accept()                             # of the same phase: paid once, but charged as long as it is not over
-    assert again == accepted
-    search.n_iterations += 1
-    assert search.accept().cost == {} and search.accept().seconds == 0
+    assert search.accept() == accepted                  # of the same phase: made once, charged as long as it is not over
 
 
 @pytest.mark.parametrize("fraction", [0.4, 0.7, 0.95])
@@ -213,10 +211,82 @@ def test_killed_and_resumed_it_is_the_same_search(searched, fraction, tmp_path, 
     def timeless(outcomes):
         return [replace(o, gate_seconds=0.0, score=o.score and replace(o.score, seconds=0.0)) for o in outcomes]
 
-    assert timeless(found) == timeless(outcomes) and replace(then, seconds=0, score=None) == replace(accepted, seconds=0, score=None)
+    assert timeless(found) == timeless(outcomes) and replace(then, seconds=0) == replace(accepted, seconds=0)
     assert again.n_done < n
     for name in ("history.jsonl", "archive.md", "accepted.txt", "acceptance.json", "task.md"):
         assert (tmp_path / "archive" / name).read_text() == (folder / name).read_text(), name
+
+
+def no_gates(*args):
+    return []
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_a_race_stopped_between_any_two_rounds(moment, tmp_path, engine, sandbox, monkeypatch):  # noqa: F811
+    """Three that all go on: after a stop some have played a round more than others, and nothing is decided otherwise."""
+    sources = [GOOD + f"\nN = {i}\n" for i in range(3)]
+    small = SMALL | {"tasks": make_tasks(8, "rounds")}
+    n_played, play = [0], Search._play
+    monkeypatch.setattr(harness_search, "check_harness", no_gates)
+
+    def stopping(self, candidate, *args):
+        n_played[0] += candidate.name != "h0"
+        if n_played[0] == moment:
+            n_played[0] += 1
+            raise Killed
+        return play(self, candidate, *args)
+
+    def go(folder):
+        search = make_search(folder, engine, sandbox, proposer=lambda r: variants(r, *sources), rule="race", **small)
+        names = [o.candidate.name for _ in range(2) for o in search.iterate()]
+        return names, (folder / "history.jsonl").read_text()
+
+    whole = go(tmp_path / "whole")
+    monkeypatch.setattr(Search, "_play", stopping)
+    with pytest.raises(Killed):
+        go(tmp_path / "stopped")
+    assert go(tmp_path / "stopped") == whole
+
+
+def test_confirming_in_a_later_phase_is_against_what_the_one_before_accepted(tmp_path, engine, sandbox, monkeypatch):  # noqa: F811
+    """h1 is confirmed in the first phase; in the second, luckier ones fail against it, and h1 stays."""
+    n = len(SMALL["tasks"])
+    share = {("score", "h1"): 0.5, ("confirm", "h1"): 0.9}
+
+    def play(self, candidate, tasks, tally, seeds, title):
+        part = share.get((seeds, candidate.name), 0.1 if candidate.name == "h0" or seeds == "confirm" else 0.95)
+        tally.rewards |= {task.id: float(i < part * n) for i, task in enumerate(tasks)}
+        tally.cost["rollouts"] += n
+        return ""
+
+    monkeypatch.setattr(Search, "_play", play)
+    monkeypatch.setattr(harness_search, "check_harness", no_gates)
+    batches = iter([[GOOD], [GOOD + f"\nN = {i}\n" for i in range(3)]])
+    search = make_search(tmp_path, engine, sandbox, proposer=lambda r: variants(r, *next(batches)), rule="confirm", **SMALL)
+    search.iterate()
+    search.iterate()
+    first = search.accept(0)
+    assert (first.candidate.name, first.cost["rollouts"]) == ("h1", 2 * n) and first.mean > 0.9
+    search.iterate()
+    second = search.accept(1)
+    assert second.candidate.name == "h1" and second.mean == first.mean
+    assert {row.name for row in second.confirmed} == {"h2", "h3", "h4"}
+    assert second.cost["rollouts"] == 3 * n                     # h1's were paid for by the first phase
+    assert search.accept(1) == second and search.accept(2).cost == {}           # each is confirmed once
+
+
+def test_a_finalist_that_its_fresh_rollouts_refuse_is_not_accepted(tmp_path, engine, sandbox, monkeypatch):  # noqa: F811
+    def play(self, candidate, tasks, tally, seeds, title):
+        tally.rewards |= {task.id: float(candidate.name == "h1") for task in tasks}
+        return "model tokens: a hit" if seeds == "confirm" and candidate.name == "h1" else ""
+
+    monkeypatch.setattr(Search, "_play", play)
+    monkeypatch.setattr(harness_search, "check_harness", no_gates)
+    search = make_search(tmp_path, engine, sandbox, proposer=lambda r: variants(r, GOOD), rule="confirm", **SMALL)
+    search.iterate()
+    search.iterate()
+    accepted = search.accept()
+    assert accepted.candidate.name == "h0" and "h1 is refused: model tokens: a hit" in accepted.why
 
 
 def test_the_archive_as_a_table(searched):

@@ -8,7 +8,7 @@ import proposers
 from config import CHOICES, Config
 from costs import Budget, Plan, check_costs, describe, plan_search
 from gates import N_GATE_ROLLOUTS
-from harness_search import Candidate
+from candidates import Candidate
 from rundir import UsageError
 from sessions import parse_price, price_of
 from small import SMALL, call, rows

@@ -27,7 +27,8 @@ from envs import MathEnv
 from tasks import Task
 from lint import ForbiddenText
 from nano_worlds import MathWorld, demonstrate
-from harness_search import Candidate, Outcome, ProposalRequest, Score, Search, SearchError
+from candidates import Candidate, Outcome, ProposalRequest, Score
+from harness_search import Search, SearchError
 from rollout import RolloutConfig, run
 from rundir import sha256
 from sandbox import Sandbox
@@ -207,7 +208,7 @@ def read_all(folder: Path) -> dict[str, object]:
     """Every file of an archive; without the times."""
     files = {}
     for path in sorted(folder.rglob("*")):
-        if path.name in ("score.json", "refused.json"):
+        if path.name in ("score.json", "refused.json", "gates.json"):
             record = json.loads(path.read_text())
             files[str(path.relative_to(folder))] = {k: v for k, v in record.items() if "seconds" not in k}
         elif path.is_file():
@@ -224,7 +225,8 @@ def test_archive_of_a_search(finished):
     for row in rows:
         files = {path.name for path in (folder / row["name"]).iterdir()}
         assert row["refused"] == "", row                        # the rules write nothing that a gate refuses
-        assert files == {"harness.py", "proposal.json", "traces.jsonl", "score.json"}
+        gates = {"gates.json"} if row["parent"] else set()
+        assert files == {"harness.py", "proposal.json", "traces.jsonl", "score.json"} | gates
         assert row["hypothesis"] and "\n" not in row["hypothesis"]
         assert len((folder / row["name"] / "traces.jsonl").read_text().splitlines()) == row["n"] == 4
     best = min(rows, key=lambda row: (-row["mean"], row["calls_a_rollout"]))

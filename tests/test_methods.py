@@ -13,7 +13,7 @@ from config import CHOICES, ROOT
 from envs import ENVS
 from gates import N_TWINS
 from lint import beyond_prompts
-from harness_search import Candidate
+from candidates import Candidate
 from mechanisms import mechanisms_of, render
 from small import SMALL, call, rows
 from tasks import Row, ToolUse
