@@ -28,10 +28,19 @@ def test_the_plan_counts_what_the_schedule_says(method):
         assert plan.proposals == proposals
     assert plan.gates == plan.proposals * N_GATE_ROLLOUTS and plan.scoring % 16 == 0
     if method in ("whale", "fst"):
-        assert plan == Plan(2, (12 + 2) * 16, 12 * N_GATE_ROLLOUTS, 0, 8 * 10 * 5, 12, 4)
+        assert plan == Plan((12 + 2) * 16, 12 * N_GATE_ROLLOUTS, 0, 8 * 10 * 5, 12, 4, True)
     if method == "harness":                             # the budget of two cycles of WHALE, as one search
         budget = 2 * (2 * 32 * 8 + 7 * 16)
-        assert plan.scoring == budget // 16 * 16 and plan.proposals == budget // 16 - 1
+        assert plan.scoring == budget // 16 * 16 and plan.proposals == budget // 16 - 1 and not plan.is_sure
+
+
+def test_the_plan_of_a_search_alone_and_of_a_budget():
+    alone = plan_search(settings(method="harness", one_search=True, cycles=2), 64, 16, 10)
+    assert alone == Plan(16 * 16, 15 * N_GATE_ROLLOUTS, 0, 8 * 10 * 3, 15, 5, True)
+    cycle = 2 * 32 * 8 + 7 * 16
+    many = plan_search(settings(rollouts=10 * cycle, finish="harness"), 64, 16, 10)
+    assert not many.is_sure and many.scoring == 11 * 7 * 16 and many.evaluation == 8 * 10 * (1 + 2 * 11)
+    assert plan_search(settings(select="harness-set"), 64, 16, 10).evaluation == (8 * 10 + 16) * 5
 
 
 def test_confirming_and_caps_are_in_the_plan():
@@ -43,9 +52,10 @@ def test_confirming_and_caps_are_in_the_plan():
 
 @pytest.mark.parametrize("changes, says", [
     ({}, "proposer rules: free; model: runs here, without a price; caps: none"),
-    ({"proposer": "api"}, "proposer api: price unknown (--proposer-price), no limit (--proposer-usd)"),
-    ({"proposer": "api", "proposer_price": "3,15", "proposer_usd": 0.5}, "3,15 $ a million tokens, at most $2.00"),
-    ({"proposer": "cmd", "proposer_cmd": "claude"}, "proposer cmd: reports its cost, no limit"),
+    ({"proposer": "api"}, "proposer api: price unknown unless it reports it (--proposer-price); a session: no limit (--proposer-usd)"),
+    ({"proposer": "api", "proposer_price": "3,15", "proposer_usd": 0.5}, "3,15 $ a million tokens; a session: $0.5 at most"),
+    ({"proposer": "cmd", "proposer_cmd": "claude"}, "proposer cmd: reports its cost; a session: no limit"),
+    ({"rollouts": 2000}, "the harness search takes about "), ({"method": "harness"}, "more where some are refused or stopped early"),
     ({"proposer": "cmd", "proposer_cmd": "./mine.sh {dir}"}, "proposer cmd: price unknown"),
     ({"engine": "server", "urls": "http://a"}, "model: price unknown (--model-price)"),
     ({"engine": "server", "urls": "http://a", "model_price": "0,2", "max_assistant_tok": 1000}, "at most $"),
@@ -80,23 +90,30 @@ def ledger(**harness) -> dict:
 
 
 def test_what_the_caps_leave():
-    def left(changes, spent, kept=0, first=False):
-        return Budget(settings(**changes), ledger(**spent), 16).n_candidates(kept, first)
+    def left(changes, spent, first=False):
+        return Budget(settings(**changes), ledger(**spent), 16, 10).n_candidates(first)
 
     each = 16 + N_GATE_ROLLOUTS
     assert left({}, {})[0] > 1 << 20
     assert left({"max_rollouts": 3 * each}, {}) == (3, f"--max-rollouts {3 * each}")
     assert left({"max_rollouts": 3 * each}, {"rollouts": 1})[0] == 2
-    assert left({"max_rollouts": 3 * each}, {}, kept=each)[0] == 2
+    assert left({"max_rollouts": 3 * each, "accept": "confirm"}, {})[0] == (3 * each - 4 * 16) // each
     assert left({"max_rollouts": 16 + each}, {}, first=True)[0] == 1 and left({"max_rollouts": 15 + each}, {}, first=True)[0] == 0
-    assert left({"max_proposals": 4}, {"proposals": 3, "proposer_calls": 1}) == (1, "--max-proposals 4")
-    assert left({"max_proposals": 4}, {"proposals": 0, "proposer_calls": 9})[0] == 0        # sessions that gave nothing
+    assert left({"max_proposals": 4}, {"proposals": 3, "proposer_calls": 9}) == (1, "--max-proposals 4")
     assert left({"max_cost": 1.0}, {"proposer_usd": 0.5})[0] > 1 << 20                      # nothing else costs money
     assert left({"max_cost": 1.0}, {"proposer_usd": 1.0})[0] == 0
     n, why = left({"max_cost": 1.0}, {"proposer_usd": 0.1, "proposer_unpriced": 2})
     assert n == 0 and "2 sessions did not say what they cost" in why
-    paid = {"max_cost": 1.0, "engine": "server", "model_price": "10,20"}        # evaluation: $0.70, so $0.007 a rollout
-    assert left(paid, {})[0] == int(0.3 / (0.007 * each)) and left(paid, {"prompt_tok": 30_000})[0] == 0
+    paid = {"max_cost": 2.0, "engine": "server", "model_price": "10,20"}        # evaluation: $0.70, so $0.007 a rollout
+    after = 0.007 * 8 * 10                              # the evaluation that follows
+    assert left(paid, {})[0] == int((1.3 - after) / (0.007 * each))
+    assert left(paid, {}, first=True)[0] == int((1.3 - after - 0.007 * 16) / (0.007 * each))
+    dear = {"rollouts": 10, "prompt_tok": 14_000}       # candidates that take twice as much
+    assert left(paid, dear)[0] == int((1.3 - 0.14 - 2 * after) / (0.014 * each))
+    assert left(paid | {"max_cost": 1.0}, {"prompt_tok": 30_000})[0] == 0
+    budget = Budget(settings(**paid), ledger(), 16, 10)
+    assert budget.usd_left(2) == pytest.approx(1.3 - after - 2 * 0.007 * each)
+    assert Budget(settings(), ledger(), 16, 10).usd_left(2) is None and Budget(settings(), ledger(), 16, 10).proposals_left is None
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -168,3 +185,50 @@ def test_caps_may_change_on_resume(tmp_path):
     code, output = call("math", *SMALL, "--method", "harness", "--iterations", "3", "--rollouts", str(N_TASKS * 9),
                         "--max-proposals", "5", "--out", tmp_path, "--name", "run")
     assert code == 0 and "this run is complete" in output
+
+
+def by_agent(out, script, *flags):
+    (out / "agent.sh").write_text(script)
+    return call("math", *SMALL, "--method", "harness", "--rollouts", str(N_TASKS * 4), "--iterations", "2", "--proposer", "cmd",
+                "--proposer-cmd", f"sh '{out}/agent.sh'", "--out", out, "--name", "run", *flags)
+
+
+def test_what_failing_sessions_cost_is_charged_once(tmp_path):
+    """Two sessions that give nothing stop the run; the same command holds two more: four are in the ledger, not six."""
+    nothing = "echo '{\"usd\": 0.6, \"prompt_tok\": 10, \"completion_tok\": 1}'; echo I give up >&2; exit 1"
+    for n in (2, 4):
+        code, output = by_agent(tmp_path, nothing, "--max-proposer-failures", "2")
+        assert code == 1 and "left no candidate 2 times in a row" in output and "I give up" in output
+        spent = json.loads((tmp_path / "run/state.json").read_text())["ledger"]["harness"]
+        assert spent["proposer_calls"] == spent["proposals"] == n and spent["proposer_usd"] == pytest.approx(0.6 * n)
+    works = "for slot in $WHALE_SLOTS; do (cat archive/*/h0/harness.py; echo \"N = '$slot'\") > $slot.py; done"
+    code, output = by_agent(tmp_path, works, "--max-proposer-failures", "2")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert code == 0 and summary["complete"] and summary["usd"] == {"known": pytest.approx(2.4), "unpriced_sessions": 1}
+    assert summary["ledger"]["harness"]["proposer_calls"] == 5
+
+
+@pytest.mark.parametrize("flags, n_sessions", [(["--max-cost", "1"], 2), (["--max-proposals", "3", "--candidates", "2"], 2)])
+def test_a_cap_inside_an_iteration_ends_the_phase_well(tmp_path, flags, n_sessions):
+    """Sessions that give nothing count; when a cap allows no more of them, what is there is accepted and measured."""
+    nothing = "echo '{\"usd\": 0.6, \"prompt_tok\": 10, \"completion_tok\": 1}'"
+    code, output = by_agent(tmp_path, nothing, "--max-proposer-failures", "9", *flags)
+    assert code == 0, output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["complete"] and summary["stopped_by"].startswith(flags[0])
+    assert summary["ledger"]["harness"]["proposer_calls"] == n_sessions and summary["accepted"][0]["name"] == "h0"
+
+
+def test_a_session_of_unknown_cost_is_the_last_under_a_cap_on_money(tmp_path):
+    code, output = by_agent(tmp_path, "true", "--max-proposer-failures", "9", "--max-cost", "5")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert code == 0 and summary["usd"]["unpriced_sessions"] == 1 and "did not say what they cost" in summary["stopped_by"]
+
+
+def test_a_cap_on_the_search_ends_no_training(tmp_path):
+    code, output = call("math", *SMALL, "--cycles", "3", "--iterations", "2", "--max-proposals", "1", "--out", tmp_path, "--name", "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    one = json.loads((tmp_path / "run/config.json").read_text())["config"]
+    assert code == 0 and summary["stopped_by"] == "--max-proposals 1" and summary["cycles"] == 1
+    assert summary["rollouts"]["weight"] == 3 * summary["weight_steps"] // 3 * one["prompt_batch"] * one["group_size"]
+    assert summary["weight_steps"] % 3 == 0 and "--finish harness" not in output
