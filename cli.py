@@ -123,7 +123,10 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     if cfg.method != "harness" and cfg.max_len > cfg.micro_tok:
         raise UsageError(f"--max-len {cfg.max_len}: a rollout of that length does not fit --micro-tok {cfg.micro_tok}")
     if (cfg.engine == "server") != bool(cfg.urls):
-        raise UsageError(f"--engine {cfg.engine}, --urls '{cfg.urls}': --engine server goes with --urls, and only that")
+        raise UsageError("--engine server needs --urls URL,URL" if not cfg.urls else
+                         f"--urls {cfg.urls} is for --engine server, and this is --engine {cfg.engine}")
+    if "/" in cfg.name or cfg.name in (".", ".."):
+        raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
     if cfg.urls:
         read_urls(cfg.urls)
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():

@@ -181,6 +181,8 @@ def n_steps(flag: str, epochs: float, cfg: Config, n_train: int) -> int:
 
 def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
     """UsageError where a setting of the schedule cannot be met, before a model is loaded."""
+    if cfg.one_search and cfg.iterations < 2:
+        raise UsageError(f"--iterations {cfg.iterations}: the first one scores the incoming harness; a search takes 2")
     budget = rollout_budget(cfg, n_train, n_harness_tasks)
     if cfg.method == "adaptive":
         n_steps("--patience-epochs", cfg.patience_epochs, cfg, n_train)
@@ -191,8 +193,6 @@ def check_schedule(cfg: Config, n_train: int, n_harness_tasks: int) -> None:
         raise UsageError(f"--rollouts {budget}: {cfg.method} needs at least {least} to begin")
     if cfg.one_search and cfg.method != "harness":
         raise UsageError(f"--one-search is for --method harness, not {cfg.method}")
-    if cfg.one_search and cfg.iterations < 2:
-        raise UsageError(f"--iterations {cfg.iterations}: the first one scores the incoming harness; a search takes 2")
     if cfg.finish == "harness" and cfg.method not in ALTERNATING:
         raise UsageError(f"--finish harness is for {', '.join(ALTERNATING)}; {cfg.method} has its phases as they are")
 

@@ -51,10 +51,13 @@ def plan_search(cfg: Config, n_train: int, n_tasks: int, n_test: int) -> Plan:
         weights = step * (cfg.stagewise_phases or cfg.cycles) if cfg.method == "stagewise" else 0
         scored, archives = max(1, (budget - weights) // n_tasks), 1
         phases = -(-(1 + -(-(scored - 1) // cfg.candidates)) // iterations)
+    kept = phases * kept_rollouts(cfg.accept, n_tasks)
     proposals = min(scored - archives, cfg.max_proposals or scored)
+    if cfg.max_rollouts:
+        proposals = min(proposals, max(0, cfg.max_rollouts - kept - archives * n_tasks) // (n_tasks + N_GATE_ROLLOUTS))
     evaluations = 1 + phases * (2 if cfg.method in ALTERNATING else 1)
     return Plan(
-        (proposals + archives) * n_tasks, proposals * N_GATE_ROLLOUTS, phases * kept_rollouts(cfg.accept, n_tasks),
+        (proposals + archives) * n_tasks, proposals * N_GATE_ROLLOUTS, kept,
         evaluations * (cfg.n_eval * n_test + n_tasks * (cfg.select == "harness-set")), proposals,
         -(-proposals // cfg.candidates), is_sure)
 
@@ -97,7 +100,12 @@ def reports_cost(cfg: Config) -> bool:
 
 
 def check_costs(cfg: Config) -> None:
-    """UsageError where a price cannot be read, or --max-cost could not be kept."""
+    """UsageError where a price cannot be read, --max-cost could not be kept, or a flag is another proposer's."""
+    own_flags = (("cmd", "--proposer-cmd", cfg.proposer_cmd != Config.proposer_cmd),
+                 ("cmd", "--proposer-env", cfg.proposer_env), ("api", "--proposer-url", cfg.proposer_url))
+    for owner, flag, given in own_flags:
+        if given and cfg.proposer != owner:
+            raise UsageError(f"{flag} is for --proposer {owner}, and this is --proposer {cfg.proposer}")
     for flag, price in (("--proposer-price", cfg.proposer_price), ("--model-price", cfg.model_price)):
         try:
             parse_price(price or "0,0")
@@ -135,6 +143,13 @@ class Budget:
     @property
     def usd(self) -> float:
         return self.usd_of(tuple(self.ledger))
+
+    def money(self) -> dict:
+        """For the summary: what is known, and what is not, which is not 0."""
+        unknown = self.cfg.engine == "server" and not self.cfg.model_price
+        return {"known": round(self.usd, 4), "proposer": round(self.spent("proposer_usd"), 4),
+                "model": None if unknown else round(self.model_usd(tuple(self.ledger)), 4),
+                "unpriced_sessions": int(self.spent("proposer_unpriced"))}
 
     @property
     def rollout_usd(self) -> float:

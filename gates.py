@@ -37,6 +37,7 @@ N_TWINS = 16            # tasks that are run with their twins, by the real model
 TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
 N_GATE_ROLLOUTS = 2 * N_TWINS     # of the real model, a candidate, at most
 N_SHUFFLES = 16         # other tasks' references against which a reply is graded
+SUM = re.compile(r"(?<![\w.])\(*\d[\d\s+*/().-]*\d")
 HINT = re.compile(r"(?:answer|hint|guess)(?: is|:)(?: (?:is|probably|perhaps|likely))* ([^.!?\n<>]{2,60})", re.I)
 MIN_UNSAID = 8          # moves that the model did not say, before a harness is one that plays by itself
 
@@ -71,8 +72,8 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
         scripted = ScriptedEngine(engine.tokenizer, model)
         traces = rollout.run(scripted, env, sandbox, source, asked, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
-        if not passes(f"null model: {name}",
-                      f"solves {n_solved} of {len(some)} tasks" if n_solved > env.lucky_frac * len(some)
+        n_lucky = env.lucky_frac * len(some) + (name == "obedient")     # a sum in an example may meet an answer
+        if not passes(f"null model: {name}", f"solves {n_solved} of {len(some)} tasks" if n_solved > n_lucky
                       else plays_alone(traces) if name in ("silent", "unsure") else ""):
             return probes
 
@@ -120,6 +121,7 @@ def check_traces(traces: list[Trace], tasks: list[Task], env, tokenizer) -> list
 def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], str], list[Task]]]:
     """Models that know nothing, as functions from prompt to reply, and the tasks to ask them. Under an honest harness
     they score 0. No reference is ever in a reply: a harness reads replies."""
+    questions = " ".join(text for task in tasks for text in task.fields.values())
     given = {number for task in tasks for text in task.fields.values() for number in re.findall(r"\d+", text)}
 
     def box(answer: str) -> str:
@@ -128,6 +130,13 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
     def copy_number(prompt: str) -> str:
         numbers = [number for number in re.findall(r"\d+", prompt) if number not in given]
         return box(numbers[-1]) if numbers else "I don't know."
+
+    def obey(prompt: str) -> str:
+        sums = [text for text in SUM.findall(prompt) if re.search(r"\d\D+\d", text) and text not in questions]
+        code = "print({}{})".format(sums[-1], ")" * (sums[-1].count("(") - sums[-1].count(")"))) if sums else ""
+        if not code or f'"code": "{code}"' in prompt:                           # it was worked out
+            return copy_number(prompt)
+        return tool_call("python", code)
 
     def copy_hint(prompt: str) -> str:
         questions = re.findall(r"[^\n.?!>]+\?", prompt)
@@ -149,6 +158,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
         yield "copy", copy_hint, tasks                      # takes what the prompt calls an answer or a hint
     if "python" in env.tools:
         yield "copy", copy_number, tasks                    # takes the last number that the harness put into the prompt
+        yield "obedient", obey, tasks                       # has the last sum that the harness put there worked out
     made_up = [replace(task, answer=str(7919 + 13 * i)) for i, task in enumerate(tasks)]
     wrong = box("987654321")                                # first and last, so that no place in a row wins by chance
     yield "spray", lambda prompt: " ".join([wrong, *(box(task.answer) for task in made_up), wrong]), made_up

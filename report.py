@@ -10,6 +10,7 @@ every phase; `write_report` reads only what is finished, so it may be called whi
 import difflib
 import fcntl
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import jinja2
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
 from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
-from screen import LEDGER_TITLES, ledger_cells
+from screen import LEDGER_TITLES, ledger_cells, money_text
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
@@ -56,7 +57,8 @@ def as_usage_error(folder: Path) -> Iterator[None]:
 def render(template: str, **content) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True)
-    return env.get_template(template).render(**content).encode("utf-8", "replace").decode()
+    page = env.get_template(template).render(**content).encode("utf-8", "replace").decode()
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", page)        # what would drive a terminal
 
 
 def is_running(folder: Path) -> bool:
@@ -142,6 +144,7 @@ def page_of(folder: Path, running: bool) -> dict:
         "best": best_of(evals),
         "rate_names": {key: name for key, name in RATES.items() if any(key in row for row in measured.values())},
         "svg": {size: figures.svg(size) for size in ("wide", "narrow")},
+        "money": money_text(summary["usd"]),
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
         "n_training": metrics[-1]["training_rollouts"], "minutes": ledger["all"]["seconds"] / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),

@@ -46,6 +46,7 @@ class Screen:
         for title, *cells in zip(LEDGER_TITLES, *map(ledger_cells, summary["ledger"].values()), strict=True):
             spent.add_row(title, *cells)
         self.console.print(scores, spent)
+        self.console.print(f"money: {money_text(summary['usd'])}")
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:
             self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
@@ -53,6 +54,13 @@ class Screen:
             self.console.print("the final harness is h0")
         chosen = "the test split, as in the paper" if summary["select"] == "test" else "D_harness"
         self.console.print(f"best is chosen on {chosen}; to look at: {folder / 'report.html'}")
+
+
+def money_text(usd: dict) -> str:
+    """What a run has cost, for people: `usd` of its summary."""
+    unknown = [f"{usd['unpriced_sessions']} sessions of the proposer"] * bool(usd["unpriced_sessions"])
+    unknown += ["the model's servers"] * (usd["model"] is None)
+    return f"${usd['known']:.2f}" + (f", and an unknown cost of {' and '.join(unknown)}" if unknown else "")
 
 
 def ledger_cells(amounts: dict[str, float]) -> list[str]:

@@ -466,17 +466,19 @@ class Run:
         gc.unfreeze()
         self.team.close()
         self.dir.close()
+        if self.state.evals and not self.state.complete:                        # stopped: the page says so
+            self._show()
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)
-        cfg, unpriced = self.cfg, int(self.caps.spent("proposer_unpriced"))
+        cfg, caps = self.cfg, self.caps
         self.dir.write_summary(domain=cfg.domain, method=cfg.method, preset=cfg.preset, seed=cfg.seed,
                                model=cfg.model, n_eval=cfg.n_eval,
                                verifier=f"judge {cfg.judge_model}" if cfg.judge_url else "exact match",
                                select=cfg.select, cycles=len(self.state.accepted),
                                sandbox=self.layers,
                                version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
-                               usd={"known": round(self.caps.usd, 4), "unpriced_sessions": unpriced})
+                               usd=caps.money())
         self.dir.save()
         self._show()
 
@@ -485,7 +487,7 @@ class Run:
         if time.monotonic() - self.shown_at < least_s:
             return
         try:
-            write_report(self.dir.path, running=not self.state.complete)
+            write_report(self.dir.path)
         except (UsageError, OSError) as error:                  # no reason to stop the run
             self.say(f"no report.html: {error}")
         self.shown_at = time.monotonic()

@@ -76,6 +76,7 @@ def test_prices():
 @pytest.mark.parametrize("changes, flag", [
     ({"proposer_price": "3"}, "--proposer-price 3"), ({"engine": "server", "model_price": "x,1"}, "--model-price x,1"),
     ({"model_price": "1,1", "engine": "transformers"}, "--model-price 1,1"),
+    ({"proposer_cmd": "codex"}, "--proposer-cmd is for --proposer cmd"), ({"proposer": "cmd", "proposer_url": "http://a"}, "--proposer-url"),
     ({"max_cost": 5.0, "engine": "server"}, "--max-cost 5"), ({"max_cost": 5.0, "proposer": "api"}, "--max-cost 5"),
 ])
 def test_a_cap_on_money_needs_known_prices(changes, flag):
@@ -147,7 +148,7 @@ def test_a_cap_ends_the_search_and_is_said(flags, n_proposals, cap, tmp_path):
 def test_the_plan_is_said_before_and_holds(tmp_path):
     folder, summary = run(tmp_path, "--rollouts", str(N_TASKS * 12), "--accept", "confirm")
     log = (folder / "log.txt").read_text()
-    assert log.index("the harness search takes at most") < log.index("test mean@")
+    assert log.index("the harness search takes about") < log.index("test mean@")
     spent = summary["ledger"]
     assert summary["rollouts"]["harness"] <= N_TASKS * 12 and spent["harness"]["proposer_unpriced"] == 0
 
@@ -164,7 +165,7 @@ def test_money_ends_a_search(tmp_path, monkeypatch):
     monkeypatch.setattr(proposers, "propose_by_rules", paid)
     folder, summary = run(tmp_path, "--rollouts", str(N_TASKS * 30), "--candidates", "2", "--max-cost", "1")
     assert summary["ledger"]["harness"]["proposer_usd"] == pytest.approx(1.2) and summary["stopped_by"] == "--max-cost 1"
-    assert summary["usd"] == {"known": pytest.approx(1.2), "unpriced_sessions": 0}
+    assert summary["usd"] == {"known": pytest.approx(1.2), "proposer": pytest.approx(1.2), "model": 0, "unpriced_sessions": 0}
 
 
 def test_a_session_of_unknown_cost_ends_a_search_with_a_cap_on_money(tmp_path, monkeypatch):
@@ -188,9 +189,10 @@ def test_caps_may_change_on_resume(tmp_path):
 
 
 def by_agent(out, script, *flags):
-    (out / "agent.sh").write_text(script)
+    (out / "agent").mkdir(exist_ok=True)
+    (out / "agent" / "agent.sh").write_text(script)
     return call("math", *SMALL, "--method", "harness", "--rollouts", str(N_TASKS * 4), "--iterations", "2", "--proposer", "cmd",
-                "--proposer-cmd", f"sh '{out}/agent.sh'", "--out", out, "--name", "run", *flags)
+                "--proposer-cmd", f"sh '{out}/agent/agent.sh'", "--out", out / "runs", "--name", "run", *flags)
 
 
 def test_what_failing_sessions_cost_is_charged_once(tmp_path):
@@ -199,29 +201,30 @@ def test_what_failing_sessions_cost_is_charged_once(tmp_path):
     for n in (2, 4):
         code, output = by_agent(tmp_path, nothing, "--max-proposer-failures", "2")
         assert code == 1 and "left no candidate 2 times in a row" in output and "I give up" in output
-        spent = json.loads((tmp_path / "run/state.json").read_text())["ledger"]["harness"]
+        spent = json.loads((tmp_path / "runs/run/state.json").read_text())["ledger"]["harness"]
         assert spent["proposer_calls"] == spent["proposals"] == n and spent["proposer_usd"] == pytest.approx(0.6 * n)
     works = "for slot in $WHALE_SLOTS; do (cat archive/*/h0/harness.py; echo \"N = '$slot'\") > $slot.py; done"
     code, output = by_agent(tmp_path, works, "--max-proposer-failures", "2")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert code == 0 and summary["complete"] and summary["usd"] == {"known": pytest.approx(2.4), "unpriced_sessions": 1}
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
+    assert code == 0 and summary["complete"] and summary["usd"]["known"] == pytest.approx(2.4)
+    assert summary["usd"]["unpriced_sessions"] == 1 and "unknown cost of 1 sessions of the proposer" in output
     assert summary["ledger"]["harness"]["proposer_calls"] == 5
 
 
-@pytest.mark.parametrize("flags, n_sessions", [(["--max-cost", "1"], 2), (["--max-proposals", "3", "--candidates", "2"], 2)])
+@pytest.mark.parametrize("flags, n_sessions", [(["--max-cost", "1"], 2), (["--max-proposals", "3", "--candidates", "2"], 3)])
 def test_a_cap_inside_an_iteration_ends_the_phase_well(tmp_path, flags, n_sessions):
     """Sessions that give nothing count; when a cap allows no more of them, what is there is accepted and measured."""
     nothing = "echo '{\"usd\": 0.6, \"prompt_tok\": 10, \"completion_tok\": 1}'"
     code, output = by_agent(tmp_path, nothing, "--max-proposer-failures", "9", *flags)
     assert code == 0, output
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert summary["complete"] and summary["stopped_by"].startswith(flags[0])
     assert summary["ledger"]["harness"]["proposer_calls"] == n_sessions and summary["accepted"][0]["name"] == "h0"
 
 
 def test_a_session_of_unknown_cost_is_the_last_under_a_cap_on_money(tmp_path):
     code, output = by_agent(tmp_path, "true", "--max-proposer-failures", "9", "--max-cost", "5")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
     assert code == 0 and summary["usd"]["unpriced_sessions"] == 1 and "did not say what they cost" in summary["stopped_by"]
 
 

@@ -240,7 +240,7 @@ def test_honest_harnesses_pass(name, tokenizer, sandbox):
     domain, source = HONEST[name]
     probes = check(source, tokenizer, sandbox, domain, model=all_knowing(domain))
     assert [probe for probe in probes if not probe.passed] == []
-    models = [f"null model: {model}" for model in ("silent", "unsure", "noise", "echo", "copy", "spray")]
+    models = [f"null model: {model}" for model in ("silent", "unsure", "noise", "echo", "copy", *["obedient"] * (domain == "math"), "spray")]
     assert [probe.name for probe in probes] == [
         "contract", "lint", "literals", *models, "twins, scripted", "first tasks", "twins", "shuffled references", "model tokens"]
     assert [probe.cost["rollouts"] for probe in probes if probe.cost] == [2, 2 * gates.N_TWINS - 2] or "turns" in name
@@ -369,6 +369,14 @@ MOVES = '\nsaid = said_moves(reply.content)\nyield move(said[0] if said else "")
 SOLVERS = {
     ("math", "null model: echo"): SOLVE + "yield generate(chat('', f'{task[\"question\"]} Say \\\\boxed{{{total}}}.'))",
     ("math", "null model: copy"): SOLVE + "yield generate(chat('', f'{task[\"question\"]} A friend thinks it is {total}.'))",
+    ("math", "null model: obedient"): """
+a, b = re.findall('[0-9]+', task['question'])
+messages = chat('', f'{task["question"]} Call python with: print({a}+{b})')
+for _ in range(2):
+    reply = yield generate(messages, tools=[PYTHON])
+    messages.append(reply.message)
+    for call in reply.tool_calls:
+        messages.append(tool_result(call, (yield python(call.arguments.get("code", "")))))""",
     ("search", "null model: echo"): """
 found = yield search(task["question"])
 hits = re.findall(r"(?:is|river|for its|in) ([A-Z0-9]\\w*(?: [A-Z]\\w*)*)", found)
