@@ -89,10 +89,10 @@ def own_mounts(places: Iterable[str], ruleset: int | None) -> str:
     and devices are written all the same. With Landlock waived (no `ruleset`) they stay as they are."""
     try:
         jail.checked(jail.LIBC.unshare(CLONE_NEW_MOUNTS))
-        mount("/", "/", RECURSIVE | PRIVATE)
         show_own_ids(ruleset)
         if ruleset is None:
             return ""
+        mount("/", "/", RECURSIVE | PRIVATE)            # what is mounted outside later on does not come in here
         places = sorted({os.path.realpath(place) for place in places})          # a folder before what lies in it
         for place in places:
             mount(place, place, BIND | RECURSIVE)

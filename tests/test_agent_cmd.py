@@ -305,7 +305,7 @@ cd '@TMP@/outside'; exec 2> $TMPDIR/errors
 chmod 777 file; chmod 000 file; touch -d 2001-01-01 file; touch file; chmod 777 .; touch -d 2001-01-01 .; chown 0 file
 python3 -c 'import os; f = os.open("file", os.O_RDONLY); os.fchmod(f, 0o777)'
 python3 -c 'import os; os.setxattr("file", "user.x", b"1")'
-chmod 777 /dev/null; chmod 000 /dev/null; chmod 777 /dev/shm /tmp "$HOME" /proc/version; ln file $TMPDIR/hard
+chmod 666 /dev/null; chmod 1777 /dev/shm /tmp; chmod u+x "$HOME"; chmod 444 /proc/version; ln file $TMPDIR/hard
 chmod 777 $TMPDIR/hard; ln -s "$PWD/file" $TMPDIR/soft; chmod 777 $TMPDIR/soft; mv file $TMPDIR/moved; rm -f file
 mount -o remount,rw /; mount -o remount,bind,rw /; umount -l /; umount "$HOME/.claude"
 unshare -Urm sh -c 'mount -o remount,bind,rw /; chmod 777 file'
@@ -317,19 +317,19 @@ def state_of(*paths: Path) -> list[tuple]:
 
 
 def test_modes_and_times_outside_are_not_its_to_change(tmp_path):
-    """Landlock has no right for them: the agent's own mounts are read-only."""
+    """Landlock has no right for them: the agent's own mounts are read-only. What this machine needs is asked for the
+    mode that it has, so that nothing breaks where the wall does."""
     if not has_namespaces():
         pytest.skip("no namespaces here")
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("x")
-    paths = [outside, outside / "file", Path("/dev/null"), Path("/dev/shm"), Path("/tmp"), Path.home(), Path("/proc/version")]
-    before = [row[:3] for row in state_of(*paths)], state_of(*paths[:2])
+    before = state_of(outside, outside / "file")
     session, copy = hold(tmp_path, MARKS.replace("@TMP@", str(tmp_path)))
-    assert ([row[:3] for row in state_of(*paths)], state_of(*paths[:2])) == before
+    assert state_of(outside, outside / "file") == before
     assert "user.x" not in os.listxattr(outside / "file")
     told = (copy.parent / "tmp" / "errors").read_text()
-    assert told.count("Read-only file system") >= 12 and not session.notes, (told, session)
+    assert told.count("Read-only file system") >= 17 and not session.notes, (told, session)
 
 
 def test_places_of_its_own_are_all_its_own(tmp_path, both_ways, monkeypatch):
@@ -351,12 +351,7 @@ git init -q repo; cd repo; git -c user.name=n -c user.email=e commit -q --allow-
 if command -v node > /dev/null; then node -e 'require("fs").writeFileSync(process.env.TMPDIR + "/n", "n")'; fi
 echo end >> said""")
     assert session.end == "done", session
-    assert (copy / "said").read_text() == "tty
-sh
-m
-end
-" and (copy / "renamed").read_text() == "y
-"
+    assert (copy / "said").read_text() == "tty\nsh\nm\nend\n" and (copy / "renamed").read_text() == "y\n"
     assert (home / ".claude" / "state").stat().st_mode & 0o777 == 0o600 and "1" in (home / ".claude.json").read_text()
     assert all("modes and times of files outside" in note for note in session.notes)
     assert len(session.notes) == (0 if agent_cmd.NAMESPACES and has_namespaces() else 1)
@@ -675,7 +670,7 @@ def test_the_script_of_the_manual(tmp_path, engine, sandbox, begun):
         search = search_with(tmp_path / "run" / "harness" / cycle, engine, sandbox, begun, settings,
                              {"closed": (ROOT, tmp_path / "run"), "guarded": tuple(scorer_paths())})
         search.iterate()
-        assert [outcome.refused for outcome in search.iterate()] == [None, None]
+        assert [(outcome.candidate.name, outcome.refused) for outcome in search.iterate()] == [("h1", ""), ("h2", "")]
         record, = records(search.folder)
         assert (record["end"], record["usd"], record["model"], record["n_strays"]) == ("done", 0.0, "sed", 0)
         sources = {candidate["source"] for candidate in record["candidates"]}
