@@ -159,8 +159,8 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = (), close
         raise UsageError(f"--proposer-price {settings.proposer_price}: {error}") from None
     for name in names_in(settings.proposer_env):
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UsageError(f"--proposer-env: {name.partition('=')[0]!r} ... is no name: give names only, with commas "
-                             "between them; the values are those of this environment")
+            raise UsageError("--proposer-env: give names only, with commas between them; their values are those of "
+                             f"this environment. Not a name, from {name.partition('=')[0]!r} on")
     if settings.proposer != "cmd":
         return
     words = words_of(settings)
