@@ -1,13 +1,14 @@
 """`--proposer cmd`: any coding agent that edits files, as a command.
 
     --proposer-cmd claude                                       Claude Code, Codex (codex) or OpenCode (opencode)
-    --proposer-cmd 'sh my_agent.sh {dir} {prompt_file}'         any other command, a whole line
+    --proposer-cmd 'sh /path/to/my_agent.sh {dir} {prompt_file}'        any other command, a whole line
 
 The line is split into words as a shell would, then the placeholders are filled, so a path with spaces stays one word:
 {dir} the working copy, {prompt_file} what to do, {model} --proposer-model, {usd} what the session may cost. A word with
 {model} or {usd} goes, and an option before it, where there is no such value. The command runs in {dir}, with nothing on
-its standard input; its environment names the files to write (WHALE_SLOTS="h4 h5 h6", for h4.py ...) and has a
-WHALE_SEED that is the same when a search is repeated.
+its standard input, and may not read the repository: a script lies elsewhere and is named by its absolute path. Its
+environment names the files to write (WHALE_SLOTS="h4 h5 h6", for h4.py ...) and has a WHALE_SEED that is the same when
+a search is repeated.
 
 What a session cost is read from what the command prints, from any line that is a JSON object: the events of the three
 agents, or for an agent of your own {"usd": 0.12, "prompt_tok": 9000, "completion_tok": 700, "model": "...",
@@ -40,8 +41,10 @@ MAX_FILES = 200_000                     # that it adds there
 MAX_PROCESSES = 1000                    # threads count where the kernel counts for us
 MAX_LINE = 4 << 20                      # of its output that is looked at as JSON
 LOOK_S = 1.0                            # between two looks at what it cost so far
-NAMESPACES = True                       # of process ids, where the system allows them
+NAMESPACES = True                       # of process ids and mounts, where the system allows them
 GOODBYE_S = 60.0                        # past the wall limit, for the warden to end what there is
+IN_COPY = ("task.md", "harness_api.py")                 # files that a command finds where it runs
+UNPROTECTED = "modes and times of files outside were not protected"
 EX_TEMPFAIL = 75
 
 PASSED = ("PATH HOME USER LOGNAME LANG LANGUAGE TERM TZ SHELL HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy "
@@ -121,8 +124,30 @@ def fill(words: list[str], values: dict[str, str]) -> list[str]:
     return filled
 
 
-def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> None:
-    """UsageError for what would fail later, before a model is loaded."""
+def check_words(words: list[str], closed: tuple[Path, ...]) -> None:
+    """UsageError for a file that is here, but not where the command runs, or that it may not read."""
+    closed = tuple(Path(path).resolve() for path in closed)
+
+    def is_closed(path: str) -> bool:
+        return any(Path(path).resolve().is_relative_to(folder) for folder in closed)
+
+    if "{" not in words[0]:
+        program, found = words[0], shutil.which(words[0])
+        if not found:
+            raise UsageError(f"--proposer-cmd: there is no program {program!r} on PATH: install it, name another "
+                             "agent, or do without one: --proposer rules")
+        if "/" not in program:                                          # where one is closed, the next on PATH is run
+            places = [place for place in os.get_exec_path() if not is_closed(os.path.join(place, program))]
+            words = [shutil.which(program, path=os.pathsep.join(places)) or found, *words[1:]]
+    for path in words:
+        is_elsewhere = not os.path.isabs(path) and os.path.isfile(path) and path not in IN_COPY
+        if is_elsewhere or os.path.isabs(path) and os.path.exists(path) and is_closed(path):
+            raise UsageError(f"--proposer-cmd: the command runs in the working copy, and may not read {path}: put the "
+                             "script elsewhere and give its absolute path")
+
+
+def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = (), closed: tuple[Path, ...] = ()) -> None:
+    """UsageError for what would fail later, before a model is loaded. closed: what the agent may not read."""
     for name in ("proposer_s", "max_proposer_failures"):
         if not 0 < getattr(settings, name) < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)} is not above 0")
@@ -132,12 +157,14 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> No
         parse_price(settings.proposer_price or "0,0")
     except ValueError as error:
         raise UsageError(f"--proposer-price {settings.proposer_price}: {error}") from None
+    for name in names_in(settings.proposer_env):
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError("--proposer-env: give names only, with commas between them; their values are those of "
+                             f"this environment. Not a name, from {name.partition('=')[0]!r} on")
     if settings.proposer != "cmd":
         return
-    program = words_of(settings)[0]
-    if "{" not in program and not shutil.which(program):
-        raise UsageError(f"--proposer-cmd: there is no program {program!r} on PATH: install it, name another agent, or "
-                         "do without one: --proposer rules")
+    words = words_of(settings)
+    check_words(words[:1] if settings.proposer_cmd in AGENTS else words, () if LAYER in waived else closed)
     if settings.proposer_cmd == "opencode" and settings.proposer_model and "/" not in settings.proposer_model:
         raise UsageError(f"--proposer-model {settings.proposer_model}: opencode wants PROVIDER/MODEL")
     if sys.platform != "linux":
@@ -151,12 +178,15 @@ def check_settings(settings: ProposerConfig, waived: tuple[str, ...] = ()) -> No
                 f"scorer. Changes would be found, reading would not. To run it all the same: --waive {LAYER}") from None
 
 
+def names_in(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def environment_of(workplace: Workplace, private: Path) -> dict[str, str]:
     """What the agent sees of our environment: an allow-list."""
     settings = workplace.settings
     agent = AGENTS.get(settings.proposer_cmd)
-    names = {*PASSED, *filter(None, (name.strip() for name in settings.proposer_env.split(","))),
-             *(agent.keys.split() if agent else ())}
+    names = {*PASSED, *names_in(settings.proposer_env), *(agent.keys.split() if agent else ())}
     passed = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
     return passed | dict(agent.env if agent else ()) | {
         "TMPDIR": str(private), "CLAUDE_CODE_TMPDIR": str(private),
@@ -227,7 +257,8 @@ def run_command_agent(workplace: Workplace) -> Session:
         (f"it cost more than its limit of ${usd}", workplace.usd is not None and (tally.usd or 0.0) > workplace.usd),
         (f"without Landlock ({LAYER} is waived): it could read and write whatever this user can",
          LAYER in workplace.waived),
-        (f"without namespaces of its own: {missing.get('namespaces')}", "namespaces" in missing),
+        (f"without namespaces of its own ({missing.get('namespaces')}): {UNPROTECTED}", "namespaces" in missing),
+        (f"without mounts of its own ({missing.get('mounts')}): {UNPROTECTED}", "mounts" in missing),
     ) if is_so)]
     return Session(end, words, tally.model or settings.proposer_model, tally.version or version, tally.prompt_tok,
                    tally.completion_tok, tally.usd, round(watched.seconds, 1), tuple(notes))
@@ -274,6 +305,7 @@ class Watched:
                "n_processes": MAX_PROCESSES, "watched": [str(workplace.folder), str(private)],
                "closed": [*map(str, workplace.closed), *secrets], "host": os.getpid(),
                "writable": [str(workplace.folder), str(private), *state, *devices],
+               "places": [str(workplace.folder.parent), *state],        # of devices no mode is its to change
                "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES}
         transcript.write_bytes(b"")
         self.report, self.begun, self.seconds, self.wall_s = {"end": "lost"}, time.monotonic(), 0.0, wall_s

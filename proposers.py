@@ -39,7 +39,7 @@ def make_proposer(settings: ProposerConfig, closed: tuple[Path, ...] = (), guard
     """The one that --proposer names; UsageError if it cannot work. The rest is propose_by_agent's."""
     match settings.proposer:
         case "cmd":
-            check_settings(settings, waived)
+            check_settings(settings, waived, closed)
             run_agent = run_command_agent
         case "api":
             settings, run_agent = check_settings_api(settings), run_api_agent

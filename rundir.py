@@ -234,23 +234,29 @@ def sha256(text: str) -> str:
 
 
 def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
-    """path -> what is in it, of these files and of all files below these folders, those below `but` left out: sha256,
-    and of a file of more than BIG_BYTES its size, inode and times (that of its last change cannot be set back)."""
+    """path -> what it is, of these files and of all below these folders, that below `but` left out. Of a file: mode,
+    owner, time of its last write, and sha256 or, of more than BIG_BYTES, size, inode and time of its last change (which
+    cannot be set back). Of a folder, those above the paths among them, mode and owner only: files come and go in it."""
     found, open_ends = {}, [Path(path).resolve() for path in paths]
+    for folder in {path.parent for path in open_ends if path.parent.is_dir()}:
+        seen = folder.stat()
+        found[str(folder)] = f"folder {seen.st_mode:o} {seen.st_uid} {seen.st_gid}"
     while open_ends:
         path = open_ends.pop()
         if path.name == "__pycache__" or but and path == but.resolve():
             continue
         try:
             seen = path.stat()
+            rights = f"{seen.st_mode:o} {seen.st_uid} {seen.st_gid}"
             if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
                 found[str(path)] = f"link to {path.readlink()}"
             elif stat.S_ISDIR(seen.st_mode):
+                found[str(path)] = f"folder {rights}"
                 open_ends += path.iterdir()
             elif seen.st_size > BIG_BYTES:
-                found[str(path)] = f"{seen.st_size} {seen.st_ino} {seen.st_mtime_ns} {seen.st_ctime_ns}"
+                found[str(path)] = f"{rights} {seen.st_mtime_ns} {seen.st_size} {seen.st_ino} {seen.st_ctime_ns}"
             elif stat.S_ISREG(seen.st_mode):
-                found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+                found[str(path)] = f"{rights} {seen.st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}"
         except OSError as error:
             found[str(path)] = f"cannot be read: {error.strerror}"
     return found

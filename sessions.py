@@ -144,7 +144,8 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
                                       derive_seed(*request.seed, n_ended), closed, waived))
         own = {f"{slot}.py" for slot in request.slots} | {"proposal.json", "report.md"}
         strays = [path for path in changes(before, stamps_of(copy)) if path not in own]
-        candidates = take_slots(copy, request)
+        candidates, notes = take_slots(copy, request)
+        session = replace(session, notes=(*session.notes, *notes))
         report = read_plain(copy / "report.md")
         if report:
             write_atomically(request.notes / "report.md", plain(report))
@@ -160,7 +161,8 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
     usd = "unknown cost" if session.usd is None else f"${session.usd:.2f}"
     say(f"session {number} ({session.end}, {session.seconds:.0f} s, {usd}): {', '.join(c.name for c in candidates)}"
         + (f"nothing; {plain(session.words)[-300:]}" if not candidates else "")
-        + (f"; changed and thrown away: {len(strays)} other files, {', '.join(strays[:3])}" if strays else ""))
+        + (f"; changed and thrown away: {len(strays)} other files, {', '.join(strays[:3])}" if strays else "")
+        + (f"; {' '.join(plain('; '.join(session.notes)).split())[:500]}" if session.notes else ""))
     if tampered:
         raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(tampered[:N_STRAYS])}: "
                           "what decides a score is not its to write. Nothing of this session was taken")
@@ -248,16 +250,22 @@ def plain(text: str) -> str:
     return "".join("\ufffd" if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c for c in text)
 
 
-def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
-    """The slots that were written. One that proposal.json does not explain, or not well, is taken all the same: its
-    parent is the best so far, and its note says so."""
-    told = read_proposals(read_plain(folder / "proposal.json") or "")
+def take_slots(folder: Path, request: ProposalRequest) -> tuple[list[Candidate], list[str]]:
+    """-> the slots that were written, and what was not taken and why. One that proposal.json does not explain, or not
+    well, is taken all the same: its parent is the best so far, and its note says so."""
+    told, notes, not_plain = {}, [], f"is no plain file of at most {MAX_SLOT_BYTES:,} bytes"
+    if os.path.lexists(folder / "proposal.json"):
+        text = read_plain(folder / "proposal.json")
+        told, why = ({}, f"it {not_plain}") if text is None else read_proposals(text)
+        notes += [f"proposal.json could not be read: {why}"] if why else []
     best = select_best(list(request.history)).candidate.name
     scored = {outcome.candidate.name for outcome in request.history if outcome.score}
     candidates = []
     for slot in request.slots:
         source = read_plain(folder / f"{slot}.py")
         if not source or not source.strip():
+            if os.path.lexists(folder / f"{slot}.py"):
+                notes.append(f"{slot}.py {not_plain if source is None else 'is empty'}, so it was not taken")
             continue
         entry = told.get(slot, {})
         parent, hypothesis = (plain(entry[key])[:2000].strip() if isinstance(entry.get(key), str) else ""
@@ -269,20 +277,21 @@ def take_slots(folder: Path, request: ProposalRequest) -> list[Candidate]:
         candidates.append(Candidate(
             slot, parent or best, hypothesis,
             tuple(plain(name)[:100] for name in mechanisms[:20] if isinstance(name, str)), source, 0, note))
-    return candidates
+    return candidates, notes
 
 
-def read_proposals(text: str) -> dict[str, dict]:
-    """slot -> its entry, of a list of entries with "slot", or of an object by slot; {} where it cannot be read."""
+def read_proposals(text: str) -> tuple[dict[str, dict], str]:
+    """-> slot -> its entry, of a list of entries with "slot", or of an object by slot; and why it could not be read."""
     try:
         rows = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    except (ValueError, RecursionError) as error:
+        return {}, str(error)
     if isinstance(rows, dict):
         rows = [{"slot": slot, **entry} for slot, entry in rows.items() if isinstance(entry, dict)]
-    rows = rows if isinstance(rows, list) else []
+    if not isinstance(rows, list):
+        return {}, "it holds neither a list nor an object"
     return {row["slot"].removesuffix(".py"): row for row in rows
-            if isinstance(row, dict) and isinstance(row.get("slot"), str)}
+            if isinstance(row, dict) and isinstance(row.get("slot"), str)}, ""
 
 
 def parse_price(text: str) -> tuple[float, float]:

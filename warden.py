@@ -12,7 +12,8 @@ The agent is locked in before it is started, with jail.py's means; a layer that 
                     /proc/PID/environ) of a process that is not its own
     no_new_privs    no setuid program;  no_caps: root without a capability;  closed_fds: no descriptor of ours
     rlimits         the size of a file, no core file; processes, where they are counted for it alone
-    namespaces      (where allowed) own user and process ids
+    namespaces      (where allowed) own user and process ids, and own mounts: all are read-only but for its places, as
+                    Landlock knows no right to change a file's mode, owner or times
 
 Its network is left as it is, since it must reach its model. Nor is its memory limited, but if memory runs out the
 kernel takes it first.
@@ -29,6 +30,7 @@ import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Iterable
@@ -38,6 +40,8 @@ import jail
 
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEW_MOUNTS, NOSUID_NODEV_NOEXEC = 0x20000, 2 | 4 | 8
+BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18                    # of mount()
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15         # truncate, ioctl of a device
 TICK_S = 0.05                   # between two looks at the clock and at how many processes there are
@@ -80,8 +84,54 @@ def make_ruleset(closed: Iterable[str], writable: Iterable[str]) -> int:
     return ruleset
 
 
-def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, out: int, err: int) -> None:
-    """Lock this process in, and turn it into the agent."""
+def own_mounts(places: Iterable[str], ruleset: int | None) -> str:
+    """Mounts of this process's own, all of them read-only but for these places; returns why not, or "". Sockets, pipes
+    and devices are written all the same. With Landlock waived (no `ruleset`) they stay as they are."""
+    try:
+        jail.checked(jail.LIBC.unshare(CLONE_NEW_MOUNTS))
+        show_own_ids(ruleset)
+        if ruleset is None:
+            return ""
+        mount("/", "/", RECURSIVE | PRIVATE)            # what is mounted outside later on does not come in here
+        places = sorted({os.path.realpath(place) for place in places})          # a folder before what lies in it
+        for place in places:
+            mount(place, place, BIND | RECURSIVE)
+        set_mounts("/", AT_RECURSIVE, READ_ONLY, 0)
+        for place in places:
+            try:
+                set_mounts(place, AT_RECURSIVE, 0, READ_ONLY)
+            except PermissionError:                     # it, or a mount below it, was read-only before
+                try:
+                    set_mounts(place, 0, 0, READ_ONLY)
+                except PermissionError:
+                    pass
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def mount(source: str, target: str, flags: int, kind: bytes | None = None) -> None:
+    jail.checked(jail.LIBC.mount(os.fsencode(source), os.fsencode(target), kind, flags, None))
+
+
+def set_mounts(path: str, flags: int, added: int, removed: int) -> None:
+    """Attributes of the mount at `path`, or of all below it too (Linux 5.12, so wherever there is Landlock)."""
+    attributes = struct.pack("QQQQ", added, removed, 0, 0)
+    jail.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, attributes, len(attributes))
+
+
+def show_own_ids(ruleset: int | None) -> None:
+    """A /proc with the process ids of this namespace. A container may refuse that; then `ps` is of no use in it."""
+    try:
+        mount("proc", "/proc", NOSUID_NODEV_NOEXEC, b"proc")
+        if ruleset is not None:
+            jail.allow(ruleset, "/proc", EXECUTE | READ_FILE | READ_DIR)
+    except OSError:
+        pass
+
+
+def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, proc: int, out: int, err: int) -> None:
+    """Lock this process in, and turn it into the agent. `proc`: a /proc that can be written."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -89,8 +139,7 @@ def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, out
         jail.die_with(parent)
         os.setsid()
         os.nice(10)                                     # behind the warden, and behind the run
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        os.write(os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc), b"1000")
         limits = {"FSIZE": job["disk_bytes"], "CORE": 0}
         if own_ids:                                     # else it would count all that this user runs
             limits["NPROC"] = job["n_processes"]
@@ -115,22 +164,24 @@ def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, out
 # ---- its processes --------------------------------------------------------------------------------------------------
 
 
-def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, int, int, int]:
-    """-> the first process, and descriptors to read: the agent's exit code, its output, its errors."""
-    me = os.getpid()
-    (status, status_in), (out, out_in), (err, err_in) = os.pipe(), os.pipe(), os.pipe()
+def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, str, int, int, int]:
+    """-> the first process, why its mounts are not its own, and descriptors to read: the agent's exit code, its output,
+    its errors."""
+    me, proc = os.getpid(), os.open("/proc", os.O_PATH)
+    (status, status_in), (out, out_in), (err, err_in), (built, built_in) = (os.pipe() for _ in range(4))
     first = os.fork()
     if first == 0:
         try:
             jail.die_with(0 if own_ids else me)         # in a namespace of its own its parent has no number
             jail.checked(jail.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
             if own_ids:
-                show_own_ids(ruleset)
+                os.write(built_in, own_mounts(job["places"], ruleset).encode())
+            os.close(built_in)
             parent = os.getpid()
             agent = os.fork()
             if agent == 0:
-                become_agent(job, ruleset, own_ids, parent, out_in, err_in)
-            for descriptor in (out_in, err_in, out, err, status):
+                become_agent(job, ruleset, own_ids, parent, proc, out_in, err_in)
+            for descriptor in (out_in, err_in, out, err, status, proc):
                 os.close(descriptor)
             while True:                                 # reaps all that are given to it, until it is killed
                 try:
@@ -142,20 +193,9 @@ def start(job: dict, ruleset: int | None, own_ids: bool) -> tuple[int, int, int,
                     os.write(status_in, str(os.waitstatus_to_exitcode(code)).encode())
         finally:
             os._exit(CANNOT_START)
-    for descriptor in (status_in, out_in, err_in):
+    for descriptor in (status_in, out_in, err_in, built_in):
         os.close(descriptor)
-    return first, status, out, err
-
-
-def show_own_ids(ruleset: int | None) -> None:
-    """A /proc with the process ids of this namespace. A container may refuse that; then `ps` is of no use in it."""
-    try:
-        jail.checked(jail.LIBC.unshare(CLONE_NEW_MOUNTS))
-        jail.checked(jail.LIBC.mount(b"proc", b"/proc", b"proc", NOSUID_NODEV_NOEXEC, None))
-        if ruleset is not None:
-            jail.allow(ruleset, "/proc", EXECUTE | READ_FILE | READ_DIR)
-    except OSError:
-        pass
+    return first, os.read(built, 1000).decode(), status, out, err
 
 
 def descendants(root: int) -> list[int]:
@@ -229,12 +269,12 @@ def disk_use(folders: list[str], max_bytes: float = math.inf, max_files: float =
 
 
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
-    """The agent from start to end -> {"end", "code", "n_left", "n_bytes"}. `end` is "exit", or the limit that it
-    passed; `n_left`: processes that it left."""
+    """The agent from start to end -> {"end", "code", "n_left", "n_bytes", "mounts"}. `end` is "exit", or the limit that
+    it passed; `n_left`: processes that it left; `mounts`: why they are not its own."""
     _, bytes_before, files_before = disk_use(job["watched"])
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    first, status, out, err = start(job, ruleset, own_ids)
+    first, mounts, status, out, err = start(job, ruleset, own_ids)
     end, code, n_bytes = "", None, 0
     files = {out: os.open(job["transcript"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
              err: os.open(job["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)}
@@ -282,7 +322,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
         while n_bytes <= job["output_bytes"] and take(descriptor):
             pass
     end = "output" if n_bytes > job["output_bytes"] else end
-    return {"end": end, "code": code, "n_left": n_left, "n_bytes": n_bytes}
+    return {"end": end, "code": code, "n_left": n_left, "n_bytes": n_bytes, "mounts": mounts}
 
 
 def main() -> None:
@@ -299,7 +339,8 @@ def main() -> None:
         return tell({"end": "refused", "missing": missing})
     if why := jail.enter_namespaces(jail.CLONE_NEW_USER_PID) if job["namespaces"] else "not asked for":
         missing["namespaces"] = why
-    tell(watch(job, ruleset, not why) | {"missing": missing})
+    report = watch(job, ruleset, not why)
+    tell(report | {"missing": missing | ({"mounts": report["mounts"]} if report["mounts"] else {})})
 
 
 def tell(report: dict) -> None:

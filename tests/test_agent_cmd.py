@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -136,11 +137,42 @@ def test_ready_agents(name):
     ({"proposer_cmd": "sh x", "proposer_usd": -1.0}, "--proposer-usd"),
     ({"proposer_cmd": "sh x", "proposer_usd": float("nan")}, "--proposer-usd"),
     ({"proposer_cmd": "sh x", "max_proposer_failures": 0}, "--max-proposer-failures"),
+    ({"proposer_cmd": "sh x", "proposer_env": "FOO=1"}, "give names only"),
+    ({"proposer_cmd": "sh x", "proposer_env": "GOOD, 1BAD"}, "'1BAD'"),
 ])
 def test_settings_that_cannot_work_are_refused(changes, told):
     with pytest.raises(UsageError, match=told.replace("{", r"\{")):
         check_settings(replace(SETTINGS, **changes))
     check_settings(replace(SETTINGS, proposer_cmd="sh x {dir}", proposer_price="5,25"))
+
+
+def test_a_script_that_cannot_be_read_there_is_refused(tmp_path, monkeypatch):
+    """The command runs in the working copy, not here, and the repository is closed to it."""
+    clone, outside = tmp_path / "clone", tmp_path / "outside"
+    for folder in (clone, outside):
+        folder.mkdir()
+        for name in ("agent.sh", "whale-tool"):
+            (folder / name).write_text("#!/bin/sh\n")
+            (folder / name).chmod(0o755)
+    (clone / "harness_api.py").touch()
+    (outside / "link").symlink_to(clone / "agent.sh")
+    monkeypatch.chdir(clone)
+
+    def check(command: str, waived: tuple[str, ...] = ()) -> None:
+        check_settings(replace(SETTINGS, proposer_cmd=command), waived, (clone,))
+
+    for command in ("sh agent.sh {dir}", "./agent.sh", "sh ../outside/agent.sh", f"sh {clone}/agent.sh", f"{clone}/agent.sh",
+                    f"sh {outside}/link", f"sh {outside}/agent.sh --with {clone}"):
+        with pytest.raises(UsageError, match="runs in the working copy, and may not read .*give its absolute path"):
+            check(command)
+    for command in (f"sh {outside}/agent.sh {{dir}} harness_api.py", f"{outside}/agent.sh", "sh -c 'cat agent.sh'"):
+        check(command)
+    check(f"sh {clone}/agent.sh", (LAYER,))
+    monkeypatch.setenv("PATH", str(clone))
+    with pytest.raises(UsageError, match="may not read"):
+        check("whale-tool {dir}")
+    monkeypatch.setenv("PATH", f"{clone}:{outside}")
+    check("whale-tool {dir}")
 
 
 def test_no_landlock_is_refused_unless_waived(monkeypatch, tmp_path):
@@ -266,6 +298,81 @@ def test_what_the_wall_holds(tmp_path, both_ways, monkeypatch, walled):
     finally:
         for place in ("/tmp", "/dev/shm", os.environ["HOME"]):
             Path(place, CANARY).unlink(missing_ok=True)
+
+
+MARKS = r"""
+cd '@TMP@/outside'; exec 2> $TMPDIR/errors
+chmod 777 file; chmod 000 file; touch -d 2001-01-01 file; touch file; chmod 777 .; touch -d 2001-01-01 .; chown 0 file
+python3 -c 'import os; f = os.open("file", os.O_RDONLY); os.fchmod(f, 0o777)'
+python3 -c 'import os; os.setxattr("file", "user.x", b"1")'
+chmod 666 /dev/null; chmod 1777 /dev/shm /tmp; chmod u+x "$HOME"; chmod 444 /proc/version; ln file $TMPDIR/hard
+chmod 777 $TMPDIR/hard; ln -s "$PWD/file" $TMPDIR/soft; chmod 777 $TMPDIR/soft; mv file $TMPDIR/moved; rm -f file
+mount -o remount,rw /; mount -o remount,bind,rw /; umount -l /; umount "$HOME/.claude"
+unshare -Urm sh -c 'mount -o remount,bind,rw /; chmod 777 file'
+"""
+
+
+def state_of(*paths: Path) -> list[tuple]:
+    return [(seen.st_mode, seen.st_uid, seen.st_gid, seen.st_mtime_ns, seen.st_size) for seen in map(os.stat, paths)]
+
+
+def test_modes_and_times_outside_are_not_its_to_change(tmp_path):
+    """Landlock has no right for them: the agent's own mounts are read-only. What this machine needs is asked for the
+    mode that it has, so that nothing breaks where the wall does."""
+    if not has_namespaces():
+        pytest.skip("no namespaces here")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("x")
+    before = state_of(outside, outside / "file")
+    session, copy = hold(tmp_path, MARKS.replace("@TMP@", str(tmp_path)))
+    assert state_of(outside, outside / "file") == before
+    assert "user.x" not in os.listxattr(outside / "file")
+    told = (copy.parent / "tmp" / "errors").read_text()
+    assert told.count("Read-only file system") >= 17 and not session.notes, (told, session)
+
+
+def test_places_of_its_own_are_all_its_own(tmp_path, both_ways, monkeypatch):
+    """What an agent needs works behind the wall: its copy, TMPDIR, its state in HOME, devices, and common programs."""
+    home = tmp_path / "home"
+    (home / ".claude").mkdir(parents=True)
+    (home / ".claude.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(home))
+    session, copy = hold(tmp_path, r"""
+set -e
+echo x > file; chmod 700 file; touch -d 2001-01-01 file; mkdir -p a/b; mv file a/b/; ln a/b/file hard
+echo y > $TMPDIR/aside; chmod 600 $TMPDIR/aside; ln $TMPDIR/aside linked
+python3 -c 'import os; os.rename(os.environ["TMPDIR"] + "/aside", "renamed")'
+echo s > $HOME/.claude/state; chmod 600 $HOME/.claude/state; echo '{"a": 1}' > $HOME/.claude.json
+echo gone > /dev/null; head -c 5 /dev/zero > /dev/null; head -c 5 /dev/urandom > random
+python3 -c 'import pty, os; m, s = pty.openpty(); os.write(s, b"tty"); print(os.read(m, 3).decode())' > said
+sh -c 'echo sh' >> said; ps > /dev/null || true
+git init -q repo; cd repo; git -c user.name=n -c user.email=e commit -q --allow-empty -m m; git log --format=%s >> ../said; cd ..
+if command -v node > /dev/null; then node -e 'require("fs").writeFileSync(process.env.TMPDIR + "/n", "n")'; fi
+echo end >> said""")
+    assert session.end == "done", session
+    assert (copy / "said").read_text() == "tty\nsh\nm\nend\n" and (copy / "renamed").read_text() == "y\n"
+    assert (home / ".claude" / "state").stat().st_mode & 0o777 == 0o600 and "1" in (home / ".claude.json").read_text()
+    assert all("modes and times of files outside" in note for note in session.notes)
+    assert len(session.notes) == (0 if agent_cmd.NAMESPACES and has_namespaces() else 1)
+
+
+def test_without_mounts_of_its_own_it_runs_and_it_is_said(tmp_path):
+    text = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import warden
+def refused(*args): raise OSError(38, 'Function not implemented')
+warden.set_mounts = refused
+warden.main()
+"""
+    if not has_namespaces():
+        pytest.skip("no namespaces here")
+    process = start_warden({"argv": ["sh", "-c", "echo x > done"], "env": {"PATH": os.environ["PATH"]}, "cwd": str(tmp_path),
+                            "writable": [str(tmp_path), "/dev/null"]}, tmp_path, program=["-c", text])
+    report = json.loads(process.stdout.read())
+    process.wait(10)
+    assert report["end"] == "exit" and "not implemented" in report["missing"]["mounts"] and (tmp_path / "done").exists()
 
 
 def test_never_ending_is_ended(tmp_path, both_ways):
@@ -401,13 +508,14 @@ def wait_until(is_so, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def start_warden(job: dict, folder: Path, where: Path = ROOT, user: int | None = None) -> subprocess.Popen:
+def start_warden(job: dict, folder: Path, where: Path = ROOT, user: int | None = None,
+                 program: list[str] | None = None) -> subprocess.Popen:
     job = {"transcript": f"{folder}/out", "errors": f"{folder}/err", "wall_s": 30, "output_bytes": 10**6,
            "disk_bytes": 10**8, "n_files": 1000, "n_processes": 100, "watched": [str(folder)], "closed": [],
-           "host": os.getpid(), "writable": ["/dev/null"], "landlock": True, "namespaces": True} | job
+           "places": [str(folder)], "host": os.getpid(), "writable": ["/dev/null"], "landlock": True, "namespaces": True} | job
     process = subprocess.Popen(
         [sys.executable if user is None else shutil.which("python3", path="/usr/bin:/usr/local/bin"), "-S", "-s", "-E", "-B",
-         f"{where}/warden.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={}, cwd="/", start_new_session=True,
+         *(program or [f"{where}/warden.py"])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={}, cwd="/", start_new_session=True,
         user=user, group=user, extra_groups=None if user is None else [])
     process.stdin.write(json.dumps(job).encode())
     process.stdin.close()
@@ -428,7 +536,9 @@ def test_as_an_ordinary_user(namespaces):
             os.chown(path, NOBODY, NOBODY)
         folder.chmod(0o755)
         (secret / "x").write_text(CANARY)
-        script = f"""cat {secret}/x; echo a > {folder}/work/b; echo bad > {secret}/y; cat /proc/{own.pid}/environ
+        os.chown(secret / "x", NOBODY, NOBODY)
+        (secret / "x").chmod(0o640)
+        script = f"""cat {secret}/x; echo a > {folder}/work/b; echo bad > {secret}/y; cat /proc/{own.pid}/environ; chmod 777 {secret}/x {secret}
 kill -0 {own.pid} && echo signalled
 (setsid sleep 7776 &) ; mkdir d; chmod 000 d; sleep 2.5; echo late"""
         job = {"argv": ["sh", "-c", script], "env": {"PATH": "/usr/bin:/bin"}, "cwd": str(work), "watched": [str(work)],
@@ -439,12 +549,19 @@ kill -0 {own.pid} && echo signalled
         assert report["end"] == ("hidden" if "namespaces" in report["missing"] else "exit"), report
         assert process.wait(10) == 0 and not alive("sleep 7776")
         assert (work / "b").exists() and not (secret / "y").exists() and CANARY not in (work / "out").read_text()
+        is_open = "namespaces" in report["missing"]     # then Landlock alone does not keep it from that
+        assert "mounts" not in report["missing"] and stat_modes(secret, secret / "x") == ([0o777] * 2 if is_open else [
+            0o755, 0o640])
         assert "Permission denied" in (work / "err").read_text() and "signalled" not in (work / "out").read_text()
         assert (Path("/proc") / str(own.pid) / "environ").read_text().startswith(f"KEY={CANARY}")
     finally:
         own.kill()
         own.wait()
         sessions.remove_tree(folder)
+
+
+def stat_modes(*paths: Path) -> list[int]:
+    return [path.stat().st_mode & 0o777 for path in paths]
 
 
 def test_paths_that_landlock_allows(tmp_path):
@@ -467,12 +584,17 @@ LITTER = {
 
 @pytest.mark.parametrize("kind", LITTER)
 def test_only_plain_files_are_taken(tmp_path, kind, engine, sandbox, begun):
+    said = []
     search = search_with(tmp_path / "archive", engine, sandbox, begun, replace(
-        script_of(tmp_path, LITTER[kind]), max_proposer_failures=2))
+        script_of(tmp_path, LITTER[kind]), max_proposer_failures=2), {"say": said.append})
     search.iterate()
-    with pytest.raises(ProposerFailed, match="in 2 sessions in a row"):
+    with pytest.raises(ProposerFailed, match="2 times in a row"):
         search.iterate()
     assert [row["end"] for row in records(search.folder)] == ["done", "done"]
+    told = {"white space": ["h1.py is empty, so it was not taken"], "nothing": []}.get(
+        kind, ["h1.py is no plain file of at most 1,000,000 bytes, so it was not taken"])
+    assert [note for note in records(search.folder)[0]["notes"] if "namespaces" not in note] == told
+    assert any(line.endswith("".join(f"; {note}" for note in told)) for line in said if line.startswith("session 1"))
 
 
 MESS = r"""
@@ -493,6 +615,7 @@ def test_a_mess_is_reported_and_removed(tmp_path, engine, sandbox, begun):
     candidate, = [outcome.candidate for outcome in search.iterate()]
     assert candidate.note.startswith("recovered") and candidate.parent == "h0"
     record, = records(search.folder)
+    assert any(note.startswith("proposal.json could not be read: maximum recursion") for note in record["notes"])
     told = "\n".join(record["strays"])
     assert all(path in told for path in ("archive/archive/h0/harness.py", "reports", "pipe", "name\n\ufffd\ufffd"))
     assert "\x1b" not in told and record["n_strays"] >= 5
@@ -503,8 +626,9 @@ def test_a_mess_is_reported_and_removed(tmp_path, engine, sandbox, begun):
 
 def test_entries_of_proposals_that_are_none():
     for text in ("", "5", "[5, null]", '{"h1": 3}', '[{"slot": [1]}]', "[" * 100_000, '{"h1": {"parent": 1e999}}'):
-        assert all(isinstance(row, dict) for row in sessions.read_proposals(text).values())
-    assert sessions.read_proposals('[{"slot": "h1.py", "parent": "h0"}]')["h1"]["parent"] == "h0"
+        rows, why = sessions.read_proposals(text)
+        assert all(isinstance(row, dict) for row in rows.values()) and bool(why) == (text in ("", "5", "[" * 100_000))
+    assert sessions.read_proposals('[{"slot": "h1.py", "parent": "h0"}]')[0]["h1"]["parent"] == "h0"
 
 
 def test_many_files_are_bounded_work(tmp_path, monkeypatch):
@@ -534,6 +658,24 @@ def test_a_whole_search_and_its_repetition(tmp_path, engine, sandbox):
     assert (search.bill.proposer_calls, search.bill.proposer_usd, search.bill.proposer_tok) == (1, 0.25, 1050)
     notes = tmp_path / "one" / "sessions" / "iteration_03"
     assert "I read 1 cycles" in (notes / "report.md").read_text() and "usd" in (notes / "transcript_1.txt").read_text()
+
+
+def test_the_script_of_the_manual(tmp_path, engine, sandbox, begun):
+    """As printed in PROPOSERS.md, in a run's second cycle."""
+    printed = (ROOT / "PROPOSERS.md").read_text().partition("    #!/bin/sh\n")[2].partition("\n\n")[0]
+    (tmp_path / "my_agent.sh").write_text(textwrap.dedent("    #!/bin/sh\n" + printed) + "\n")
+    settings = replace(SETTINGS, proposer_cmd=f"sh {tmp_path}/my_agent.sh {{dir}} {{prompt_file}}")
+    check_settings(settings, closed=(ROOT, tmp_path / "run"))
+    for cycle in ("cycle_01", "cycle_02"):
+        search = search_with(tmp_path / "run" / "harness" / cycle, engine, sandbox, begun, settings,
+                             {"closed": (ROOT, tmp_path / "run"), "guarded": tuple(scorer_paths())})
+        search.iterate()
+        assert [(outcome.candidate.name, outcome.refused) for outcome in search.iterate()] == [("h1", ""), ("h2", "")]
+        record, = records(search.folder)
+        assert (record["end"], record["usd"], record["model"], record["n_strays"]) == ("done", 0.0, "sed", 0)
+        sources = {candidate["source"] for candidate in record["candidates"]}
+        assert len(sources) == 2 and all("words long. Put your" in source for source in sources)
+        assert not any(candidate["note"] for candidate in record["candidates"])
 
 
 def test_it_sees_this_cycle_and_those_before(tmp_path, engine, sandbox, begun):
@@ -569,6 +711,28 @@ def test_an_agent_that_edits_the_scorer_stops_the_search(tmp_path, engine, sandb
     search.iterate()
     with pytest.raises(SearchError, match="score.json"):
         search.iterate()
+
+
+@pytest.mark.parametrize("change", ["chmod 777 gates.py", "chmod 000 gates.py", "touch -d 2001-01-01 gates.py", "chmod 700 .",
+                                    "chmod 777 ../scorer/below"])
+def test_a_mode_or_a_time_that_an_agent_changed_stops_the_search(tmp_path, engine, sandbox, begun, monkeypatch, change):
+    """Landlock has no right for it, so without namespaces it is found; with them it is refused."""
+    scorer = tmp_path / "scorer"
+    (scorer / "below").mkdir(parents=True)
+    (scorer / "below").chmod(0o755)
+    (scorer / "gates.py").write_text("passed = False\n")
+    settings = script_of(tmp_path, GOOD + f"cd '{scorer}' && {change}; true")
+    if has_namespaces():
+        walled = search_with(tmp_path / "walled", engine, sandbox, begun, settings, {"guarded": (scorer,)})
+        walled.iterate()
+        assert len(walled.iterate()) == 2 and records(walled.folder)[0]["tampered"] == []
+    monkeypatch.setattr(agent_cmd, "NAMESPACES", False)
+    found = search_with(tmp_path / "found", engine, sandbox, begun, settings, {"guarded": (scorer,)})
+    found.iterate()
+    with pytest.raises(SearchError, match="changed .*scorer"):
+        found.iterate()
+    record, = records(found.folder)
+    assert len(record["tampered"]) == 1 and any("modes and times" in note for note in record["notes"])
 
 
 def test_transient_failures_are_tried_again(tmp_path, engine, sandbox, begun):
@@ -657,8 +821,22 @@ def test_fingerprint(tmp_path, monkeypatch):
     seen = (tmp_path / "a" / "big").stat()
     (tmp_path / "a" / "big").write_text("y" * 200)
     os.utime(tmp_path / "a" / "big", ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    (tmp_path / "a" / "small").write_text("x")          # the same again is no change
-    after = fingerprint([tmp_path], tmp_path / "a" / "sessions")
-    assert [path for path in after if before.get(path) != after[path]] == [str(tmp_path / "a" / "big")]
+    (tmp_path / "a" / "new").touch()
+    (tmp_path / "a" / "new").unlink()                   # no change, though the folder's time is another
+
+    def changed() -> list[str]:
+        after = fingerprint([tmp_path], tmp_path / "a" / "sessions")
+        return sorted(path.removeprefix(str(tmp_path)) for path in before | after if before.get(path) != after.get(path))
+
+    assert changed() == ["/a/big"]
+    before = fingerprint([tmp_path], tmp_path / "a" / "sessions")
+    os.utime(tmp_path / "a" / "small", ns=(0, 0))
+    assert changed() == ["/a/small"]
+    os.chmod(tmp_path / "a", 0o711)
+    os.chmod(tmp_path / "a" / "big", 0o600)
+    assert changed() == ["/a", "/a/big", "/a/small"]
+    inner = fingerprint([tmp_path / "a" / "small"])
+    os.chmod(tmp_path / "a", 0o755)                     # the folder above a path counts too
+    assert fingerprint([tmp_path / "a" / "small"]) != inner
     assert {"whale.py", "h0_math.py", "test.jsonl", "model.safetensors", "report.html.jinja", "task.md.jinja"} <= {
         Path(path).name for path in fingerprint(scorer_paths())}
