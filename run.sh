@@ -78,7 +78,7 @@ export TOKENIZERS_PARALLELISM=false
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sleep: the sandbox uses the same cores
 python=$env/bin/python
 case $word in
-  test) cd "$root" && exec "$python" -m pytest "$@" ;;
+  test) cd "$root" && exec "$python" -m pytest -n 2 --dist loadfile "$@" ;;      # -n 0: in one process
   test-vllm) cd "$root" && exec "$python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
   math|search|chess|search-harness) ;;
   *) exec "$python" "$root/cli.py" "$word" "$@" ;;
