@@ -248,7 +248,7 @@ def sessions_of(folder: Path) -> list[list[str]]:
         usd, tok = session.get("usd"), [session.get(key) for key in ("prompt_tok", "completion_tok")]
         said = [*session.get("notes", []), *(f"changed {name}" for name in session.get("tampered", []))]
         if session.get("n_strays"):
-            said.append(f"changed {session['n_strays']} other files: {', '.join(session['strays'])}")
+            said.append(f"changed {session['n_strays']} other paths: {', '.join(session['strays'])}")
         rows.append([f"{path.parent.name.replace('_', ' ')}, {path.stem.removeprefix('session_')}", session["end"],
                      f"{session.get('model', '')} {session.get('version', '')}".strip(),
                      *(f"{n:,}" if n is not None else "unknown" for n in tok),

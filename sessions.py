@@ -161,7 +161,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
     usd = "unknown cost" if session.usd is None else f"${session.usd:.2f}"
     say(f"session {number} ({session.end}, {session.seconds:.0f} s, {usd}): {', '.join(c.name for c in candidates)}"
         + (f"nothing; {plain(session.words)[-300:]}" if not candidates else "")
-        + (f"; changed and thrown away: {len(strays)} other files, {', '.join(strays[:3])}" if strays else "")
+        + (f"; changed {len(strays)} other paths, thrown away: {', '.join(strays[:3])}" if strays else "")
         + (f"; {' '.join(plain('; '.join(session.notes)).split())[:500]}" if session.notes else ""))
     if tampered:
         raise SearchError(f"the proposer, or somebody else while it worked, changed {', '.join(tampered[:N_STRAYS])}: "
