@@ -142,7 +142,7 @@ def tables_of(results: dict) -> list[tuple[str, list[str], list[list[str]]]]:
                        ["method", "final", "95 % interval", "each seed's", "best", "95 % interval"], rows))
     spent = []
     for label, own in arms_of.items():
-        means = {kind: {what: float(np.mean([arm["ledger"][kind][what] for arm in own])) for what in AMOUNTS}
+        means = {kind: {what: float(np.mean([arm["ledger"][kind].get(what, 0) for arm in own])) for what in AMOUNTS}
                  for kind in LEDGER}
         means["all"] = {what: sum(amounts[what] for amounts in means.values()) for what in AMOUNTS}
         spent += [[label, kind, *ledger_cells(amounts)] for kind, amounts in means.items()]

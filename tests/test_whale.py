@@ -339,7 +339,7 @@ def test_the_engine_must_serve_the_trained_weights(tmp_path, monkeypatch):
     import torch
 
     cfg = Config("math", preset="tiny", model=str(ROOT / "embedded" / "model"), max_len=512, out=str(tmp_path), tool_s=2.0,
-                 tool_mb=256, harness_s=2.0, harness_mb=256, autocast_bf16=False, engine="transformers")
+                 tool_mb=256, harness_s=2.0, harness_mb=256, autocast_bf16=False, engine="transformers", proposer="rules")
     run = Run(cfg)
     with run.sandbox, torch.no_grad():
         next(run.trainer.model.parameters()).add_(1.0)
