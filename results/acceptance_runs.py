@@ -75,7 +75,8 @@ def block(found: dict) -> str:
 `confirm`: {len(rows)} searches on math of {rows[0]['n_candidates']} harnesses each, scored on 64 tasks, so that luck is
 large; {len(rows) - len(strong)} begin at h0, {len(strong)} at a harness that an earlier search had accepted. It
 accepted a candidate in {len(rows) - len(kept)}, else the incoming harness stayed. On test, mean@8 less that of
-the incoming harness: worst {worst:+.3f}, mean {gains[0]:+.3f}; what `best` would have accepted in the same searches: worst {worst_best:+.3f}, mean {gains[1]:+.3f}. `results/acceptance_runs.py` has the commands."""
+the incoming harness: worst {worst:+.3f}, mean {gains[0]:+.3f}; what `best` would have accepted in the same
+searches: worst {worst_best:+.3f}, mean {gains[1]:+.3f}. `results/acceptance_runs.py` has the commands."""
 
 
 if __name__ == "__main__":
