@@ -38,7 +38,7 @@ SPLITS = {domain: {split: env().load(ROOT / "embedded" / domain / f"{split}.json
           for domain, env in ENVS.items()}
 TASKS = {domain: splits["harness"] for domain, splits in SPLITS.items()}
 FORBIDDEN = {domain: ForbiddenText(sum(splits.values(), [])) for domain, splits in SPLITS.items()}
-DATA = Path("/work/shared/data")                            # real samples, where they are
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"        # real samples, where they are
 H0 = MathEnv.h0.read_text()
 
 
