@@ -10,7 +10,6 @@ every phase; `write_report` reads only what is finished, so it may be called whi
 import difflib
 import fcntl
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import jinja2
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
 from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
-from screen import LEDGER_TITLES, ledger_cells, money_text
+from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
@@ -57,8 +56,7 @@ def as_usage_error(folder: Path) -> Iterator[None]:
 def render(template: str, **content) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True)
-    page = env.get_template(template).render(**content).encode("utf-8", "replace").decode()
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", page)        # what would drive a terminal
+    return plain(env.get_template(template).render(**content))
 
 
 def is_running(folder: Path) -> bool:
