@@ -23,6 +23,7 @@ from plots import Dots, Figures, Series, front_svg
 from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
 from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
+from tasks import refuse_special
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
@@ -77,6 +78,7 @@ def is_running(folder: Path) -> bool:
 def iter_jsonl(path: Path) -> Iterator[dict]:
     """The rows of a file, one at a time."""
     try:
+        refuse_special(path)
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield json.loads(line)

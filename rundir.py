@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from screen import Screen
+from tasks import refuse_special
 from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
@@ -184,6 +185,7 @@ def best_of(evals: list[dict]) -> dict:
 def read_text(path: Path, n_bytes: int | None = None) -> str:
     """UsageError if it cannot be read, with the path, as in all that is read here."""
     try:
+        refuse_special(path)
         return path.read_bytes()[:n_bytes].decode("utf-8", "replace")
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tasks import refuse_special
+
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 1024          # the rest of a BM25 query is not read, as in Lucene
 MAX_TOK = 512                   # of a passage or query that E5 reads, as its model card says
@@ -96,6 +98,7 @@ class Corpus:
 
 def open_corpus(path: str | Path):
     try:
+        refuse_special(path)
         return open(path, "rb")
     except OSError as error:
         raise RetrieverError(f"--corpus {path}: cannot be read: {error.strerror}") from None
