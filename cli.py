@@ -40,7 +40,7 @@ from arms import ArmFailed
 from config import (
     BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config)
 from costs import check_costs
-from engine import EngineDied, ModelError
+from engine import EngineDied, ModelError, locate
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
 from gates import check_harness
@@ -132,6 +132,10 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
     if cfg.urls:
         read_urls(cfg.urls)
+    else:
+        locate(cfg.model)
+    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", cfg.device):
+        raise UsageError(f"--device {cfg.device}: is cpu or cuda")
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
@@ -176,8 +180,8 @@ def open_parts(args: argparse.Namespace):
 
 
 def command_eval(args: argparse.Namespace) -> int:
-    if args.n < 1:
-        raise UsageError(f"--n {args.n}: must be at least 1")
+    if not 1 <= args.n <= 10_000:
+        raise UsageError(f"--n {args.n}: must be at least 1 and at most 10000")
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     if why := parse_harness(source)[1]:
         raise UsageError(f"--harness {cfg.harness}: {why}")
