@@ -65,6 +65,7 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the run directory's lock."""
     if not (folder / ".lock").exists():
         return False
+    refuse_special(folder / ".lock")
     with open(folder / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
