@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -217,6 +218,12 @@ def take_lock(folder: Path, what: str) -> TextIO:
     except OSError:
         raise UsageError(f"{folder} is in use by another {what}; give this one another --name") from None
     return lock
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """By the numbers in their names: cycle_99 comes before cycle_100."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part
+                                           for part in re.split("([0-9]+)", str(path))])
 
 
 def write_atomically(path: Path, text: str) -> None:
