@@ -18,6 +18,7 @@ model and tokenizer fill, and the second evaluation is the first that makes a pa
     directory    grows by what a cycle writes, the same each time (to a half), and is below the bound said at the start
 """
 
+import json
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from config import ROOT
+from watch import count_in, family_of, pss_of, size_of, stat_of
 
 SOAK_S = float(os.environ.get("WHALE_SOAK_S", "1800"))
 EVERY_S = 1.0
@@ -61,51 +63,6 @@ class Sample:
     disk: int               # bytes of the run directory
     n_checkpoints: int
     cpu_s: float            # of the process
-
-
-def family_of(pid: int) -> list[int]:
-    """The process and all below it, whatever sessions they are in."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (words := stat_of(int(entry.name))):
-            parents[int(entry.name)] = int(words[1])
-    family, before = {pid} & parents.keys(), set()
-    while family != before:
-        before, family = family, family | {child for child, parent in parents.items() if parent in family}
-    return sorted(family)
-
-
-def stat_of(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; [] if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def pss_of(pid: int) -> int:
-    try:
-        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-    except OSError:
-        return 0                                        # gone, or a jailed one that is not ours to look into
-    return int(found[1]) << 10 if found else 0
-
-
-def count_in(path: Path) -> int:
-    try:
-        return len(list(path.iterdir()))
-    except OSError:
-        return 0
-
-
-def size_of(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:
-            pass                                        # pruned a moment ago
-    return total
 
 
 def take_sample(pid: int, started: float, run: Path, temporary: Path) -> Sample:
@@ -164,7 +121,6 @@ class Cycle:
 
 def cycles_of(samples: list[Sample], run: Path) -> list[Cycle]:
     """The finished ones."""
-    import json
     ledgers = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ledgers = [row for row in ledgers if row["kind"] == "ledger"][1::2]
     n_calls = [sum(row.get(f"{kind}_model_calls", 0) for kind in ("weight", "harness", "gates", "eval")) for row in ledgers]
