@@ -15,12 +15,12 @@ import candidates
 import report
 from agent_tools import Workbench
 from candidates import ProposalRequest, earlier_findings
-from config import ROOT
+from config import PRESETS, ROOT, Config, DiskPlan, UsageError, check_disk, plan_disk
 from rundir import in_order
 from sandbox import Limits, Sandbox
 from sessions import fill_folder
 from small import start
-from watch import count_in, family_of, pss_of, stat_of
+from watch import count_in, family_of, pss_of, size_of, stat_of
 
 MIB = 1 << 20
 SNIPPETS = ["print(1)", "x = [0] * 10**9", "raise ValueError('x')", "import os; os.fork()", "print('a' * 100_000)",
@@ -77,6 +77,41 @@ def test_what_a_proposer_is_told_does_not_grow(long_run):
     texts = [task_text(env, tasks, RolloutConfig(), 3, earlier=earlier_findings(long_run / f"harness/cycle_{number}"))
              for number in (20, 101)]
     assert len(texts[1]) < 1.02 * len(texts[0]) and "Cycles before 91 are in" in texts[1] and "cycle 100, h" in texts[1]
+
+
+# ---- what a run takes on disk ----------------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_it_takes_and_takes_less(finished):
+    """Before anything is sampled. Not absurdly less, and never more than the bound."""
+    lines = (finished / "log.txt").read_text().splitlines()
+    said = next(i for i, line in enumerate(lines) if " takes about " in line)
+    assert said < next(i for i, line in enumerate(lines) if line.startswith("test mean"))
+    words = re.search(r"about ([\d,]+) MiB \((\d+) checkpoints of (\d+) MiB, .*at most ([\d,]+) MiB; ([\d,]+) MiB are free", lines[said])
+    about, n, each, most, free = (int(word.replace(",", "")) for word in words.groups())
+    taken = size_of(finished) / MIB
+    assert taken < about < 50 * taken and about < most < 50 * taken and free > about
+    checkpoints = [size_of(folder) / MIB for folder in (finished / "weights").iterdir() if (folder / "model.safetensors").exists()]
+    assert n == Config("math").keep + 2 and all(0.9 * each < size < 1.1 * each for size in checkpoints)
+
+
+def test_a_resumed_run_needs_room_for_the_rest_only(finished, tmp_path, monkeypatch):
+    cfg = Config("math", out=str(tmp_path), name="run")
+    plan = DiskPlan(n_checkpoints=1, checkpoint=100 * MIB, records=0, most=0)
+    free = shutil.disk_usage(tmp_path)._replace(free=95 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(UsageError, match="95 MiB free and this run may need 100 MiB more"):
+        check_disk(cfg, plan)
+    shutil.copytree(finished, tmp_path / "run")
+    assert "95 MiB are free" in check_disk(cfg, plan)
+
+
+@pytest.mark.parametrize("method", ["weight", "harness", "stagewise", "adaptive"])
+def test_every_method_has_a_bound(method):
+    """Twice the rollouts, about twice the records."""
+    plans = [plan_disk(Config(**{"domain": "math", **PRESETS["tiny"], "method": method, "rollouts": n}), 10 ** 6, 2048, 256, 256)
+             for n in (20_000, 40_000)]
+    assert 1.7 < plans[1].records / plans[0].records < 2.2 and (plans[0].n_checkpoints > 0) == (method != "harness")
 
 
 # ---- long-lived processes -------------------------------------------------------------------------------------------
