@@ -157,7 +157,7 @@ def command_run(args: argparse.Namespace) -> int:
             train_whale(run)
     folder = run.dir.path
     run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.h0,
-                            (folder / "final_harness.py").read_text(), folder)
+                            (folder / "final_harness.py").read_text(encoding="utf-8"), folder)
     return 0
 
 
@@ -358,4 +358,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")            # a model's words, in a locale that lacks their letters
     sys.exit(main())

@@ -49,7 +49,8 @@ def test_a_run_leaves_what_the_design_says(whole):
 
 @pytest.mark.parametrize("domain", ["search", "chess"])
 def test_the_other_domains_run_and_repeat(domain, tmp_path):
-    """The same twice, bit for bit, though tools answer in threads of their own; the second is killed once."""
+    """The same twice, bit for bit, though tools answer in threads of their own; the second has another hash seed, other
+    workers, and is killed once."""
     data = ROOT / "embedded" / domain
     small = ["--cycles", "1", "--epochs", "0.25", "--train", f"{data}/train.jsonl[:128]",
              "--prompt-batch", "16", "--iterations", "2", "--n-eval", "1", "--harness-set", f"{data}/harness.jsonl[:16]",
@@ -58,7 +59,7 @@ def test_the_other_domains_run_and_repeat(domain, tmp_path):
     assert code == 0, output
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert summary["complete"] and summary["domain"] == domain and summary["weight_steps"] == 2
-    process = start(domain, *small, "--name", "b")
+    process = start(domain, *small, "--name", "b", "--n-workers", 2, env=os.environ | {"PYTHONHASHSEED": "1"})
     while not (tmp_path / "b/weights/step_000001").exists() and process.poll() is None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
