@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from acceptance import pareto_front
+from rundir import iter_jsonl, read_sealed
 from task_text import Finding
 
 
@@ -99,8 +100,7 @@ def earlier_findings(folder: Path) -> list[Finding]:
     for archive in sorted(folder.parent.glob("cycle_*")) if folder.name.startswith("cycle_") else []:
         if archive.name >= folder.name or not (archive / "acceptance.json").exists():
             continue
-        kept = json.loads((archive / "acceptance.json").read_text())["name"]
-        rows = [json.loads(line) for line in (archive / "history.jsonl").read_text().splitlines()]
+        kept, rows = read_sealed(archive / "acceptance.json")["name"], list(iter_jsonl(archive / "history.jsonl"))
         means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}
         found += [Finding(int(archive.name.removeprefix("cycle_")), row["name"], row["mean"], tuple(row["ci95"]),
                           means[row["parent"]], row["hypothesis"], row["name"] == kept)

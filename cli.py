@@ -47,10 +47,9 @@ from harness_search import SearchError
 from jail import LAYERS
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
-from rft import CheckpointError
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError
+from rundir import UsageError, read_sealed
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import Screen
 from track import TrackerError
@@ -110,7 +109,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
                         ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("max_rollouts", 0),
+                        ("tp", 1), ("keep", 1), ("rollouts", 0), ("eval_epochs", 0), ("max_rollouts", 0),
                         ("max_proposals", 0), ("max_cost", 0), ("proposer_s", 1), ("proposer_usd", 0),
                         ("max_proposer_failures", 1), ("stagewise_phases", 0),
                         ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
@@ -149,15 +148,12 @@ def command_run(args: argparse.Namespace) -> int:
     run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
-        page, state = run.dir.path / "report.html", run.dir.path / "state.json"
-        if not page.exists() or page.stat().st_mtime_ns < state.stat().st_mtime_ns:     # killed between the two
-            report.write_report(run.dir.path)
+        run.show_again()
     else:
         with closing(run):
             train_whale(run)
     folder = run.dir.path
-    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.h0,
-                            (folder / "final_harness.py").read_text(), folder)
+    run.dir.screen.show_end(read_sealed(folder / "summary.json"), run.h0, run.harness.source, folder)
     return 0
 
 
@@ -343,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
             code = run_command(argv, ranks)
             ranks.broadcast(None)                       # no more orders
             return code
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
+    except (UsageError, DataError, ModelError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
         print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED

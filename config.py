@@ -92,6 +92,7 @@ class Config:
     head_chunk_tok: int = 256               # of a vocabulary of 248,320: 0.9 GiB; four times as many are hardly faster
     autocast_bf16: bool = True
     gradient_checkpointing: bool = True     # less memory, more time; changes no result
+    keep: int = 2                           # checkpoints: so many of the last, and the best evaluation's in any case
     # machinery
     engine: str = "vllm"                    # what samples: transformers, vllm, server
     device: str = "cpu"                     # cpu or cuda; with several ranks, one GPU each
@@ -151,7 +152,7 @@ CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
            "track": ("", "wandb", "trackio", "tensorboard")}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
-FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
+FREE_ON_RESUME = {"out", "name", "keep", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
                   "gradient_checkpointing", "proposer_price", "proposer_s", "proposer_usd", "proposer_env",
                   "model_price", "max_proposer_failures", "max_rollouts", "max_proposals", "max_cost"}
 
@@ -261,7 +262,8 @@ def secret_paths(cfg: Config) -> tuple[Path, ...]:
 def guarded_paths(cfg: Config) -> tuple[Path, ...]:
     """What a proposer must not write: what decides a score, and what a run goes on from."""
     local = [path for path in (Path(cfg.model),) if path.exists()]
-    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json", *secret_paths(cfg)[2:])
+    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json",
+            cfg.run_dir / "weights", *secret_paths(cfg)[2:])
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
@@ -300,10 +302,12 @@ def hash_model(model: str) -> str:
 
 
 def check_disk(cfg: Config) -> None:
-    """Two checkpoints are kept while a third is written, each of fp32 weights and two AdamW moments."""
+    """The last --keep checkpoints and the best one are there while another is written, each of fp32 weights and two
+    AdamW moments."""
     path, out = Path(cfg.model), Path(cfg.out).absolute()
     files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    needed = 3 * 6 * sum(file.stat().st_size for file in files) + (200 << 20)          # files of bf16, 2 bytes a weight
+    model_bytes = sum(file.stat().st_size for file in files)
+    needed = (cfg.keep + 2) * 6 * model_bytes + (200 << 20)             # files of bf16, 2 bytes a weight
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 from engine import load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
+from rft import read_checkpoint_record
 from rundir import UsageError, best_of, read_json, read_text, sha256
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -38,8 +39,8 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
         step, summary = point["weight_step"], read_json(run / "summary.json")
         checkpoint = run / "weights" / f"step_{step:06d}" if step else None
         harness = harness_of(run, config, point["harness_sha"])
-    if checkpoint and not (checkpoint / "trainer.json").exists():
-        raise UsageError(f"{checkpoint} is no complete checkpoint")
+    if checkpoint:
+        read_checkpoint_record(checkpoint)
     aside = out.with_name(out.name + ".tmp")
     if aside.exists():
         shutil.rmtree(aside)

@@ -30,7 +30,7 @@ from pathlib import Path
 from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
 from rollout import derive_seed
-from rundir import fingerprint, write_atomically
+from rundir import fingerprint, read_json, write_atomically
 
 ROOT = Path(__file__).resolve().parent
 PREFIX = "whale-proposer-"
@@ -127,7 +127,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
                  closed: tuple[Path, ...], guarded: tuple[Path, ...], waived: tuple[str, ...],
                  say: Callable[[str], None]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in request.notes.glob("session_*.json")]
+    records = [read_json(path) for path in request.notes.glob("session_*.json")]
     number, n_ended = 1 + len(records), sum(record["end"] != "killed" for record in records)
     record = request.notes / f"session_{number}.json"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
@@ -310,7 +310,7 @@ def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> fl
 
 def add_up(bill: Bill, notes: Path) -> None:
     """All sessions of an iteration, those of a process that was killed included."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(notes.glob("session_*.json"))]
+    records = [read_json(path) for path in sorted(notes.glob("session_*.json"))]
     bill.proposals = sum(max(1, len(record.get("candidates", []))) for record in records)
     bill.proposer_calls = len(records)
     bill.proposer_usd = sum(record.get("usd") or 0.0 for record in records)
@@ -323,7 +323,7 @@ def sweep_up(request: ProposalRequest) -> list[Candidate]:
     ended, here are its candidates, so that it is not held again."""
     earned = []
     for path in sorted(request.notes.glob("session_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if record["end"] == "running":
             folder = Path(record["folder"])
             if folder.name.startswith(PREFIX):
