@@ -104,7 +104,8 @@ def start_arm(arm: Arm, n_threads: int) -> subprocess.Popen:
     with open(log_of(arm), "ab") as log:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "cli.py"), arm.cfg.domain, *flags], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(n_threads)}, preexec_fn=_die_with_parent)
+            stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(n_threads)}, preexec_fn=_die_with_parent,
+            start_new_session=True)                                 # Ctrl-C is for us, who end them
 
 
 def _die_with_parent() -> None:

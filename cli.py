@@ -20,10 +20,16 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
+
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds
 
 import torch
 
@@ -60,7 +66,7 @@ from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
 
-EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_REFUSED, EXIT_USAGE = 1, 2
 
 
 def add_config_flags(parser: argparse.ArgumentParser, domain: str | None = None) -> None:
@@ -330,7 +336,7 @@ def run_command(argv: list[str] | None, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    ranks = ALONE
+    ranks, stop.can_raise, stop.was_told = ALONE, True, False
     try:
         with open_ranks() as ranks:
             if ranks.rank:
@@ -343,9 +349,12 @@ def main(argv: list[str] | None = None) -> int:
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
         print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
-    except KeyboardInterrupt:
-        print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)
+        if stop.is_listening:
+            stop.end_children()
+        stop.tell(number)
+        return 128 + number
     except OSError as error:
         print(f"run.sh: {error.filename or ''}: {error.strerror}; what was finished is safe, the same command goes on",
               file=sys.stderr)

@@ -285,7 +285,6 @@ def command_retriever(args: argparse.Namespace) -> int:
     require(1 <= args.topk <= MAX_TOPK, f"--topk {args.topk} must be in 1 .. {MAX_TOPK}")
     require(0 <= args.port <= 65535, f"--port {args.port} must be in 0 .. 65535")
     kind, model = (E5Index, (args.e5_model,)) if args.backend == "e5" else (Bm25Index, ())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.build:
             kind.build(args.corpus, args.index, *model, progress=sys.stderr.isatty())
@@ -299,5 +298,5 @@ def command_retriever(args: argparse.Namespace) -> int:
             print(f"retriever: {args.backend}, {len(index.corpus):,} passages, "
                   f"http://{args.host}:{server.server_address[1]}", flush=True)
             server.serve_forever()
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stopped:
+        return 128 + next(iter(stopped.args), signal.SIGINT)

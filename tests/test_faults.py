@@ -4,13 +4,19 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from config import ROOT
 from rft import read_checkpoint_record
 from rundir import RunDir, read_sealed
 from small import SMALL, call, rows
+from warden import descendants
 
 
 def end_of(folder: Path) -> tuple:
@@ -122,3 +128,125 @@ def test_other_files_of_a_finished_run(finished, copied, name, how):
     assert code == 0 or "summary.json" in output
     if name in ("final_harness.py", "report.html"):
         assert (copied / name).read_bytes() == (finished / name).read_bytes()
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+# the real program, with one thing changed before it begins: what the environment's PLANT says
+PROGRAM = """
+import os, runpy, sys
+sys.argv = ["cli.py", *sys.argv[1:]]
+sys.path.insert(0, os.path.dirname(os.environ["CLI"]))
+exec(os.environ["PLANT"])
+runpy.run_path(os.environ["CLI"], run_name="__main__")
+"""
+# says where it is, once it is there, and stays for a minute
+HOLD = """
+import time
+def hold(module, name, how="time.sleep(60)"):
+    import importlib
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    def held(*args, **kwargs):
+        print("HELD", flush=True)
+        exec(how)
+    setattr(owner, last, held)
+"""
+SWALLOW = """
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+
+
+def start_planted(plant: str, *args, ignored: tuple[int, ...] = ()) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *map(str, args)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PLANT": HOLD + plant, "CLI": str(ROOT / "cli.py")}, start_new_session=True,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+                            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
+
+
+def read_until(process: subprocess.Popen, word: str) -> str:
+    said = ""
+    for line in process.stdout:
+        said += line
+        if word in line:
+            return said
+    raise AssertionError(f"{word!r} was never said: {said}")
+
+
+def assert_stopped(process: subprocess.Popen, number: int, below: list[int]) -> str:
+    """By this signal, in one sentence, and nothing is left."""
+    output = process.stdout.read()                                   # to its end: no child holds it open
+    assert process.wait() == 128 + number and "Traceback" not in output, output
+    assert output.count("run.sh: stopped by ") == 1 and signal.Signals(number).name in output
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in below):
+        assert time.monotonic() < deadline, "a child is left"
+        time.sleep(0.02)
+    return output
+
+
+MOMENTS = {
+    "imports": """
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("HELD", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())""",
+    "base evaluation": "hold('rollout', 'Batch._take_completion')",
+    "save": "hold('rft', 'save_file')",
+    "swallowed": f"hold('rft', 'Trainer.clip_grads', {SWALLOW!r})",
+    "report while stopping": f"hold('rollout', 'Batch._take_completion'); hold('whale', 'Run.close', {SWALLOW!r})",
+}
+
+
+@pytest.mark.parametrize("moment, number", [
+    ("imports", signal.SIGINT), ("save", signal.SIGINT), ("swallowed", signal.SIGHUP), ("report while stopping", signal.SIGTERM)])
+def test_a_signal_ends_a_run(finished, tmp_path, moment, number):
+    process = start_planted(MOMENTS[moment], "math", *SMALL, "--out", tmp_path, "--name", "run")
+    read_until(process, "HELD")
+    below = descendants(process.pid)
+    assert bool(below) == (moment != "imports")
+    os.kill(process.pid, number)
+    assert_stopped(process, number, below)
+    if moment == "save":
+        folder = tmp_path / "run"
+        assert not (folder / "weights/step_000001").exists() and read_sealed(folder / "state.json")["weight_step"] == 0
+        assert go_on(folder)[0] == 0 and end_of(folder) == end_of(finished) and not list(folder.rglob("*.tmp"))
+
+
+def test_the_second_signal_means_now(tmp_path):
+    process = start_planted("import stop; stop.LIMIT_S = 600\n" + MOMENTS["swallowed"], "math", *SMALL, "--out", tmp_path)
+    read_until(process, "HELD")
+    below = descendants(process.pid)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert_stopped(process, signal.SIGINT, below)
+
+
+def test_a_signal_that_was_ignored_stays_so(tmp_path):
+    """nohup, or a shell's background job."""
+    process = start_planted(MOMENTS["base evaluation"], "math", *SMALL, "--out", tmp_path, ignored=(signal.SIGINT, signal.SIGHUP))
+    read_until(process, "HELD")
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(process.pid, number)
+    time.sleep(1)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    assert_stopped(process, signal.SIGTERM, [])
+
+
+def test_a_signal_ends_a_small_command(tmp_path):
+    process = start_planted(MOMENTS["base evaluation"], "eval", "math", "--out", tmp_path)
+    read_until(process, "HELD")
+    below = descendants(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    assert_stopped(process, signal.SIGINT, below)
