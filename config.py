@@ -19,7 +19,7 @@ from acceptance import ACCEPT, kept_rollouts
 from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
-from rollout import RolloutConfig
+from rollout import RolloutConfig, max_trace_bytes
 from rundir import UsageError, scorer_paths, sha256
 from sandbox import Limits
 from search_answer import Judge
@@ -28,6 +28,7 @@ from tasks import Task, check_disjoint
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
+N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
 
 
 @dataclass(frozen=True)
@@ -301,18 +302,71 @@ def hash_model(model: str) -> str:
     return digest.hexdigest()
 
 
-def check_disk(cfg: Config) -> None:
-    """The last --keep checkpoints and the best one are there while another is written, each of fp32 weights and two
-    AdamW moments."""
-    path, out = Path(cfg.model), Path(cfg.out).absolute()
+@dataclass(frozen=True)
+class DiskPlan:
+    """Bytes that a run directory takes."""
+    n_checkpoints: int          # the last --keep, the best, one that is being written, one for servers to read
+    checkpoint: int
+    records: int                # all else, if rollouts fill the model's context once
+    most: int                   # and if each fills all that it may, as a harness can make it do
+
+    @property
+    def needed(self) -> int:
+        return self.n_checkpoints * self.checkpoint + self.records
+
+    def __str__(self) -> str:
+        at_most = self.needed - self.records + self.most
+        parts = [f"{self.n_checkpoints} checkpoints of {self.checkpoint >> 20:,} MiB"] * (self.n_checkpoints > 0)
+        parts += [f"traces and all else {self.records >> 20:,} MiB"]
+        return f"about {self.needed >> 20:,} MiB ({', '.join(parts)}), at most {at_most >> 20:,} MiB"
+
+
+def n_weights_of(model: str) -> int:
+    """Of a local model whose files are bf16; 0 where it is not here yet."""
+    path = Path(model)
     files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    model_bytes = sum(file.stat().st_size for file in files)
-    needed = (cfg.keep + 2) * 6 * model_bytes + (200 << 20)             # files of bf16, 2 bytes a weight
+    return sum(file.stat().st_size for file in files) // 2
+
+
+def plan_disk(cfg: Config, n_weights: int, n_train: int, n_harness_tasks: int, n_test: int) -> DiskPlan:
+    """Of a run that spends what is planned; an adaptive one without --rollouts may go on for longer."""
+    budget, a_step = rollout_budget(cfg, n_train, n_harness_tasks), cfg.prompt_batch * cfg.group_size
+    epochs, iterations = (cfg.patience_epochs, cfg.min_iterations) if cfg.method == "adaptive" else (
+        cfg.epochs, cfg.iterations)
+    a_phase = 1 if cfg.one_search else n_steps("--epochs", epochs, cfg, n_train)              # weight steps
+    a_search = 1 + (iterations - 1) * cfg.candidates                                            # candidates
+    if cfg.method in ALTERNATING:
+        n_cycles = 1 + budget // (a_phase * a_step + a_search * n_harness_tasks)
+        n_weight_steps, n_scored, n_evals = a_phase * n_cycles, a_search * n_cycles, 1 + 2 * n_cycles
+    else:
+        n_weight_steps = 0 if cfg.method == "harness" else 1 + budget // a_step
+        n_scored = 0 if cfg.method == "weight" else 1 + budget // n_harness_tasks
+        n_evals = 3 + n_weight_steps // a_phase + n_scored // a_search
+    if cfg.eval_epochs:
+        n_evals += n_weight_steps // n_steps("--eval-epochs", cfg.eval_epochs, cfg, n_train)
+    n_sessions = 0 if cfg.proposer == "rules" else n_scored
+
+    def records(trace: int, whole: int, session: int) -> int:
+        """`whole`: a trace with its tokens. A candidate's other files and its place on the page: 128 KiB."""
+        return (n_evals * n_test * (whole + 300 * cfg.n_eval) + n_scored * (n_harness_tasks * trace + (128 << 10))
+                + n_weight_steps * 2 * N_SHOWN * whole + n_sessions * session + (4 << 20))
+
+    usual, most = 4 * cfg.max_len, max_trace_bytes(cfg.max_calls, cfg.max_len)
+    n_checkpoints = cfg.keep + 2 + (cfg.engine == "server") if n_weight_steps else 0
+    return DiskPlan(n_checkpoints, 3 * 4 * n_weights + (1 << 20),                   # in fp32, and two AdamW moments
+                    records(usual, 4 * usual, 1 << 20), records(3 * most, 8 * most, 21 << 20))  # JSON escapes
+
+
+def check_disk(cfg: Config, plan: DiskPlan) -> str:
+    """What the run directory takes, in words. UsageError if there is no room for what is not there yet."""
+    out = Path(cfg.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make "
-                         "room or choose another place with --out")
+    free, there = shutil.disk_usage(existing).free, [path.stat() for path in cfg.run_dir.rglob("*") if path.is_file()]
+    left = plan.needed - sum(seen.st_size for seen in there)
+    if free < left:
+        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {left >> 20:,} MiB more; make "
+                         f"room or choose another place with --out. Its directory takes {plan}")
+    return f"{cfg.run_dir} takes {plan}; {free >> 20:,} MiB are free"
 
 
 def code_version() -> str:

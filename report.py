@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
@@ -23,13 +23,14 @@ import jinja2
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
 from rundir import (
-    AMOUNTS, FORMAT, LEDGER, UsageError, best_of, iter_jsonl, read_bytes, read_json, read_sealed,
+    AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, iter_jsonl, read_bytes, read_json, read_sealed,
     read_text, sha256, write_atomically)
 from screen import LEDGER_TITLES, ledger_cells, money_text
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
+N_CYCLES = 10                           # with their harnesses, the last: all of a long run would take ever longer
 REFRESH_S = 30                          # how often the page of a running run is written, and loads itself again
 MAX_CHARS = 4000                        # of one message on the page,
 MAX_VIEW_CHARS = 12_000                 # and of all messages of a rollout
@@ -127,9 +128,9 @@ def page_of(folder: Path, running: bool) -> dict:
     ledger = {kind: {what: state["ledger"][kind].get(what, 0) for what in AMOUNTS} for kind in LEDGER}
     ledger["all"] = {what: sum(amounts[what] for amounts in ledger.values()) for what in AMOUNTS}
     figures = figure_of(config, state, metrics)
-    first = next(iter(sorted(folder.glob("harness/*/h0/harness.py"))), None)
-    cycles = [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
-              if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
+    archives = [path for path in in_order(folder.glob("harness/cycle_*"))
+                if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
+    first = next(iter(in_order(folder.glob("harness/*/h0/harness.py"))), None)
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
@@ -144,11 +145,12 @@ def page_of(folder: Path, running: bool) -> dict:
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
         "n_training": metrics[-1]["training_rollouts"], "minutes": ledger["all"]["seconds"] / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
-        "cycles": cycles, "final_source": read_text(folder / summary["final_harness"]),
+        "cycles": [cycle_of(path) for path in archives[-N_CYCLES:]], "n_left_out": max(0, len(archives) - N_CYCLES),
+        "final_source": read_text(folder / summary["final_harness"]),
         "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],
         "groups": task_groups(folder / evals[0]["traces"], folder / evals[-1]["traces"]) if len(evals) > 1 else {},
         "training": [(path.stem, [view_of(row) for row in iter_jsonl(path)])
-                     for path in shown_steps(sorted(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
+                     for path in shown_steps(in_order(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
 
 
 def figure_of(config: dict, state: dict, metrics: list[dict]) -> Figures:
@@ -239,7 +241,7 @@ def cycle_of(folder: Path) -> dict:
 def sessions_of(folder: Path) -> list[list[str]]:
     """A row a session of an agent that proposed; a cost that is not known is said to be unknown."""
     rows = []
-    for path in sorted(folder.glob("sessions/*/session_*.json")):
+    for path in in_order(folder.glob("sessions/*/session_*.json")):
         session = read_json(path)
         usd, tok = session.get("usd"), [session.get(key) for key in ("prompt_tok", "completion_tok")]
         said = [*session.get("notes", []), *(f"changed {name}" for name in session.get("tampered", []))]
@@ -254,7 +256,7 @@ def sessions_of(folder: Path) -> list[list[str]]:
     return rows
 
 
-@cache
+@lru_cache(maxsize=1024)
 def rewards_of(path: Path, changed_ns: int) -> dict[str, float]:
     """By task. A run writes its page after each phase, and a score does not change."""
     return read_json(path)["rewards"]

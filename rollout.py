@@ -33,6 +33,7 @@ from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
 MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
+MAX_TRACE_BYTES = 16 << 20      # of a rollout's requests and results as JSON, whatever the model's context
 INFRA_TRIES = 3
 N_GRADERS = 8           # threads that verify: a verifier may ask a judge over the network
 
@@ -184,6 +185,12 @@ class Trace:
         return row | {"calls": [asdict(call) for call in self.calls], "texts": texts}
 
 
+def max_trace_bytes(max_calls: int, max_len: int) -> int:
+    """What a rollout's requests and results may come to: a full context a call, at 8 bytes a token. Else a harness
+    could put a megabyte into each request."""
+    return min(MAX_TRACE_BYTES, 8 * max_len * max_calls)
+
+
 def derive_seed(*coordinates: int | str) -> int:
     """A 64-bit seed from a draw's coordinates (run, phase, step, task, sample, call)."""
     return int.from_bytes(hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest(), "big")
@@ -307,6 +314,7 @@ class Batch:
         self.seed, self.cfg, self.on_finish = seed, cfg, on_finish
         self.sha = hashlib.sha256(source.encode()).hexdigest()
         self.prompter = Prompter(engine.tokenizer)
+        self.max_bytes = max_trace_bytes(cfg.max_calls, engine.max_len)
 
     def run(self, wanted: list[tuple[Task, int]]) -> list[Trace]:
         self.engine.reset()
@@ -362,6 +370,8 @@ class Batch:
             self._end(program, "ok", "the harness returned")
         elif event.kind != "request":
             self._end(program, event.kind, event.message)
+        elif event.n_bytes > self.max_bytes:            # it is kept whole, in memory and on disk
+            self._end(program, "ok", f"limit of {self.max_bytes:,} bytes of requests and results")
         elif event.request["type"] == "generate":
             self._submit(program, live, event.request)
         elif event.request["type"] not in self.env.tools:

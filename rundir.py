@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -336,6 +337,12 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """By the numbers in their names: cycle_99 comes before cycle_100."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part
+                                           for part in re.split("([0-9]+)", str(path))])
 
 
 def write_atomically(path: Path, text: str) -> None:

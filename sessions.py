@@ -30,7 +30,7 @@ from pathlib import Path
 from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
 from rollout import derive_seed
-from rundir import fingerprint, read_json, write_atomically
+from rundir import fingerprint, in_order, read_json, write_atomically
 
 ROOT = Path(__file__).resolve().parent
 PREFIX = "whale-proposer-"
@@ -184,14 +184,16 @@ def fill_folder(folder: Path, request: ProposalRequest) -> None:
     folder.mkdir()
     shutil.copy(ROOT / "harness_api.py", folder)
     shutil.copy(request.folder / "task.md", folder)
-    is_one_of_many = request.folder.name.startswith("cycle_")
-    for archive in sorted(request.folder.parent.glob("cycle_*")) if is_one_of_many else [request.folder]:
-        if archive.name <= request.folder.name:
-            copy = folder / "archive" / archive.name
-            shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
-            for report in sorted(archive.glob("sessions/*/report.md")):
-                (copy / "reports").mkdir(exist_ok=True)
-                shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
+    archives = [request.folder]
+    if request.folder.name.startswith("cycle_"):
+        archives = in_order(request.folder.parent.glob("cycle_*"))
+        archives = archives[:archives.index(request.folder) + 1]
+    for archive in archives:
+        copy = folder / "archive" / archive.name
+        shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
+        for report in archive.glob("sessions/*/report.md"):
+            (copy / "reports").mkdir(exist_ok=True)
+            shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
 
 
 # ---- what an agent leaves: all of it is hostile ---------------------------------------------------------------------
@@ -310,7 +312,7 @@ def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> fl
 
 def add_up(bill: Bill, notes: Path) -> None:
     """All sessions of an iteration, those of a process that was killed included."""
-    records = [read_json(path) for path in sorted(notes.glob("session_*.json"))]
+    records = [read_json(path) for path in in_order(notes.glob("session_*.json"))]
     bill.proposals = sum(max(1, len(record.get("candidates", []))) for record in records)
     bill.proposer_calls = len(records)
     bill.proposer_usd = sum(record.get("usd") or 0.0 for record in records)
@@ -322,7 +324,7 @@ def sweep_up(request: ProposalRequest) -> list[Candidate]:
     """After a process that was killed: its working copy goes, its session is known to have been; and if the session had
     ended, here are its candidates, so that it is not held again."""
     earned = []
-    for path in sorted(request.notes.glob("session_*.json")):
+    for path in in_order(request.notes.glob("session_*.json")):
         record = read_json(path)
         if record["end"] == "running":
             folder = Path(record["folder"])

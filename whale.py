@@ -31,9 +31,9 @@ import sched
 import team
 from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
-    least_search, least_weight_step, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget,
-    secret_paths)
+    ALTERNATING, N_SHOWN, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
+    least_search, least_weight_step, load_splits, n_steps, n_weights_of, open_judge, plan_disk, proposer_config,
+    read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from candidates import Candidate, Outcome
@@ -49,7 +49,6 @@ from tasks import Task
 from track import open_tracker
 
 UNBOUNDED = 1 << 62         # training rollouts
-N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class Run:
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
-        check_disk(cfg)
+        check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
@@ -151,6 +150,8 @@ class Run:
         if state.weight_step:
             self.team.load(self.dir.weights_dir(state.weight_step))             # step n + 1 starts from step n
             self.team.serve_weights()
+        n_weights = sum(p.numel() for p in self.trainer.model.parameters()) if self.trainer else 0
+        self.say(check_disk(cfg, plan_disk(cfg, n_weights, *self.sizes, len(self.test))))
         if cfg.method != "weight":
             self.say(describe(plan_search(cfg, *self.sizes, len(self.test)), cfg))
         if self.dir.resumed:

@@ -16,7 +16,7 @@ import pytest
 import transformers_engine
 from engine import EngineDied, untied_weights
 from envs import MathEnv
-from config import ROOT, Config, UsageError, check_disk
+from config import ROOT, Config, UsageError, check_disk, n_weights_of, plan_disk
 from small import DATA, SMALL, call, call_json, edit, rows, start
 from whale import Run, sample_tasks
 
@@ -304,8 +304,9 @@ def test_a_corrupt_model_folder(tmp_path):
 def test_no_disk_space(monkeypatch, tmp_path):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50 << 20))
+    cfg = Config("math", model=str(ROOT / "embedded" / "model"), out=str(tmp_path / "new" / "folder"))
     with pytest.raises(UsageError, match="50 MiB free.*--out"):
-        check_disk(Config("math", model=str(ROOT / "embedded" / "model"), out=str(tmp_path / "new" / "folder")))
+        check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), 2048, 256, 60))
 
 
 def test_a_cut_checkpoint_is_named(whole, tmp_path):
