@@ -43,7 +43,8 @@ import retriever
 import rollout
 from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
-from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
+from config import (
+    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config)
 from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
@@ -57,7 +58,7 @@ from retriever import RetrieverDown
 from rollout import InfraError
 from rundir import UsageError, read_sealed
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
-from screen import Screen
+from screen import UNSAFE, Screen, plain
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
@@ -113,14 +114,16 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         given = {"cycles": 1, "one_search": True, **device, **given}
     known = {**PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {})}
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
-    for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
-                        ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("tp", 1), ("keep", 1), ("rollouts", 0), ("eval_epochs", 0), ("max_rollouts", 0),
-                        ("max_proposals", 0), ("max_cost", 0), ("proposer_s", 1), ("proposer_usd", 0),
-                        ("max_proposer_failures", 1), ("stagewise_phases", 0),
-                        ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
-        if getattr(cfg, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
+    for knob in fields(Config):
+        value, (low, high) = getattr(cfg, knob.name), BOUNDS.get(knob.name, (0, 10**9))
+        flag = f"--{knob.name.replace('_', '-')} {value}"
+        if isinstance(value, str) and UNSAFE.search(value.replace("\n", "\0").replace("\t", "\0")):
+            raise UsageError(f"{flag!r}: holds a character that cannot be shown")
+        if not isinstance(value, str) and not low <= value <= high:                     # nor is NaN
+            raise UsageError(f"{flag}: must be at least {low} and at most {high}")
+    if cfg.max_iterations < cfg.min_iterations:
+        raise UsageError(f"--max-iterations {cfg.max_iterations}: must be at least --min-iterations, "
+                         f"{cfg.min_iterations}")
     check_layers(cfg.waived, (*LAYERS, AGENT_LAYER))
     check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
@@ -268,9 +271,10 @@ def show(args: argparse.Namespace, result: dict) -> None:
         return
     for key, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            print(f"{key}:", *("  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value), sep="\n")
+            print(f"{key}:", *("  " + "  ".join(f"{k}={plain(str(v))}" for k, v in row.items()) for row in value),
+                  sep="\n")
         else:
-            print(f"{key}: {value}")
+            print(f"{key}: {plain(str(value))}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -347,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
     except (UsageError, DataError, ModelError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
+        print(plain(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt as error:
         number = next(iter(error.args), signal.SIGINT)

@@ -24,7 +24,7 @@ from rundir import UsageError, scorer_paths, sha256
 from sandbox import Limits
 from search_answer import Judge
 from sessions import ProposerConfig
-from tasks import Task, check_disjoint
+from tasks import Task, check_disjoint, refuse_special
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -151,6 +151,15 @@ CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
            "preset": tuple(PRESETS), "proposer": PROPOSERS, "method": sched.METHODS, "accept": ACCEPT,
            "select": ("test", "harness-set"), "finish": ("budget", "harness"),
            "track": ("", "wandb", "trackio", "tensorboard")}
+# the least and the most of a number; of those that are not here, 0 and 10**9
+BOUNDS = {
+    **dict.fromkeys(("cycles", "iterations", "candidates", "prompt_batch", "group_size", "n_eval", "max_calls",
+                     "max_assistant_tok", "max_proposer_failures", "patience_iterations", "min_iterations",
+                     "max_iterations", "keep", "minibatch", "micro_tok", "head_chunk_tok"), (1, 10**9)),
+    "seed": (0, 2**63 - 1), "max_len": (16, 10**9), "n_rows": (1, 1 << 16), "n_workers": (1, 1024), "tp": (1, 1024),
+    "top_p": (1e-9, 1), "temperature": (0, 100), "lr": (1e-30, 1), "max_grad_norm": (1e-30, 1e30),
+    "weight_decay": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "gpu_memory_frac": (0.01, 1),
+    "max_failed_frac": (0, 1), "proposer_s": (1, 10**7)}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
 FREE_ON_RESUME = {"out", "name", "keep", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
@@ -219,6 +228,7 @@ def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
 
 def read_file(path: str) -> str:
     try:
+        refuse_special(path)
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
@@ -226,12 +236,15 @@ def read_file(path: str) -> str:
 
 
 def load_split(env, value: str) -> list[Task]:
-    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
-    path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
-    tasks = env.load(Path(path))[slice(int(start) if start else None, int(end) if end else None)]
-    if not tasks:
-        raise UsageError(f"{value}: no rows")
-    return tasks
+    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation, and as strict as there)."""
+    path, start, end = re.fullmatch(r"(.*?)(?:\[([0-9]{0,12}):([0-9]{0,12})\])?", value, re.DOTALL).groups()
+    if path.endswith("]"):
+        raise UsageError(f"{value}: rows are given as FILE[a:b], from row a to before row b, counted from 0")
+    tasks = env.load(Path(path))
+    first, last = int(start or 0), int(end or len(tasks))
+    if not first < last <= len(tasks):
+        raise UsageError(f"{value}: there are no such rows; {path} has {len(tasks):,}")
+    return tasks[first:last]
 
 
 def load_splits(cfg: Config) -> tuple:

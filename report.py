@@ -11,7 +11,6 @@ import difflib
 import fcntl
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from plots import Dots, Figures, Series, front_svg
 from rundir import (
     AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, iter_jsonl, read_bytes, read_json, read_sealed,
     read_text, sha256, write_atomically)
-from screen import LEDGER_TITLES, ledger_cells, money_text
+from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
@@ -66,8 +65,7 @@ def report_mark(folder: Path) -> str:
 def render(template: str, **content) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True)
-    page = env.get_template(template).render(**content).encode("utf-8", "replace").decode()
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", page)        # what would drive a terminal
+    return plain(env.get_template(template).render(**content))
 
 
 def is_running(folder: Path) -> bool:

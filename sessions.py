@@ -22,7 +22,6 @@ import stat
 import subprocess
 import tempfile
 import time
-import unicodedata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
 from rollout import derive_seed
 from rundir import fingerprint, in_order, read_json, write_atomically
+from screen import plain
 
 ROOT = Path(__file__).resolve().parent
 PREFIX = "whale-proposer-"
@@ -245,11 +245,6 @@ def remove_tree(folder: Path) -> None:
     """Removes what an agent could make: folders without rights, deeper than a path can name. Follows no link."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-
-
-def plain(text: str) -> str:
-    """Text that can be written and shown: no lone surrogate, and no escape code that would drive a terminal."""
-    return "".join("\ufffd" if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c for c in text)
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> tuple[list[Candidate], list[str]]:
