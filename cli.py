@@ -37,7 +37,9 @@ import retriever
 import rollout
 from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
-from config import CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config
+from config import (
+    CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model, read_file,
+    rollout_config, train_config)
 from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
@@ -45,6 +47,7 @@ from tasks import DataError, Row
 from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
+from keys import HTTPS, redact
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from rft import CheckpointError
@@ -56,7 +59,6 @@ from screen import Screen
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
-from server_call import read_urls
 from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
@@ -116,7 +118,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                         ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
         if getattr(cfg, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
-    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER))
+    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER, HTTPS))
+    check_urls(cfg)
     check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
         raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
@@ -127,8 +130,6 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                          f"--urls {cfg.urls} is for --engine server, and this is --engine {cfg.engine}")
     if "/" in cfg.name or cfg.name in (".", ".."):
         raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
-    if cfg.urls:
-        read_urls(cfg.urls)
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
@@ -167,6 +168,8 @@ def open_parts(args: argparse.Namespace):
     env, splits = load_splits(cfg)
     source = read_file(cfg.harness or str(env.h0))
     env.open()
+    cfg = pin_model(cfg)
+    print(*describe_model(cfg), sep="\n", end="\n" * bool(describe_model(cfg)), file=sys.stderr)
     engine = open_engine(cfg)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
@@ -345,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
+        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{redact(str(error))}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:
         print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)

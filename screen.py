@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from keys import redact
 
 LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposals",
                  "proposer calls", "proposer tokens", "proposer USD", "minutes")
@@ -22,7 +23,8 @@ class Screen:
         self.log_path: Path | None = None
 
     def say(self, text: str, style: str = "") -> None:
-        """One line. `text` may hold a model's or a proposer's words, so nothing in it is read as markup."""
+        """One line. `text` may hold a model's, a proposer's or a server's words: nothing in it is read as markup."""
+        text = redact(text)
         self.console.print(Text(text, style=style))
         if self.log_path:
             with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
