@@ -44,7 +44,8 @@ import rollout
 from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
 from config import (
-    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config)
+    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model,
+    read_file, rollout_config, train_config)
 from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
@@ -52,6 +53,7 @@ from tasks import DataError, Row
 from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
+from keys import HTTPS
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from retriever import RetrieverDown
@@ -62,7 +64,6 @@ from screen import UNSAFE, Screen, plain
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
-from server_call import read_urls
 from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
@@ -124,7 +125,8 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     if cfg.max_iterations < cfg.min_iterations:
         raise UsageError(f"--max-iterations {cfg.max_iterations}: must be at least --min-iterations, "
                          f"{cfg.min_iterations}")
-    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER))
+    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER, HTTPS))
+    check_urls(cfg)
     check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
         raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
@@ -135,8 +137,6 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                          f"--urls {cfg.urls} is for --engine server, and this is --engine {cfg.engine}")
     if "/" in cfg.name or cfg.name in (".", ".."):
         raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
-    if cfg.urls:
-        read_urls(cfg.urls)
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
@@ -172,6 +172,8 @@ def open_parts(args: argparse.Namespace):
     env, splits = load_splits(cfg)
     source = read_file(cfg.harness or str(env.h0))
     env.open()
+    cfg = pin_model(cfg)
+    print(*describe_model(cfg), sep="\n", end="\n" * bool(describe_model(cfg)), file=sys.stderr)
     engine = open_engine(cfg)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)

@@ -10,19 +10,23 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import chat_endpoint
+import keys
 import sched
+import server_call
 from agent_cmd import LAYER as AGENT_LAYER
 from acceptance import ACCEPT, kept_rollouts
+from engine import Model, find_commit, is_hub_name
 from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig, max_trace_bytes
-from rundir import UsageError, scorer_paths, sha256
+from rundir import UsageError, read_json, scorer_paths, sha256
 from sandbox import Limits
-from search_answer import Judge
+from search_answer import KEY as JUDGE_KEY, Judge
 from sessions import ProposerConfig
 from tasks import Task, check_disjoint, refuse_special
 
@@ -44,6 +48,8 @@ class Config:
     out: str = str(ROOT / "runs")
     # theta, D_weight, D_harness, D_test
     model: str = "Qwen/Qwen3.5-2B"
+    revision: str = ""                      # of a hub model: commit, tag or branch; "": main; its commit is recorded
+    trust_remote_code: bool = False         # run code that comes with the model, with all rights of this user
     train: str = ""                         # FILE or FILE[a:b], rows a to b
     harness_set: str = ""
     test: str = ""
@@ -125,13 +131,18 @@ class Config:
         return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
 
     @property
+    def theta(self) -> Model:
+        """What is loaded wherever the model is."""
+        return Model(self.model, self.revision, self.trust_remote_code)
+
+    @property
     def waived(self) -> tuple[str, ...]:
         return tuple(filter(None, self.waive.split(",")))
 
     @property
     def waived_layers(self) -> tuple[str, ...]:
         """Those of the sandbox."""
-        return tuple(name for name in self.waived if name != AGENT_LAYER)
+        return tuple(name for name in self.waived if name not in (AGENT_LAYER, keys.HTTPS))
 
 
 PRESETS = {
@@ -280,12 +291,29 @@ def guarded_paths(cfg: Config) -> tuple[Path, ...]:
             cfg.run_dir / "weights", *secret_paths(cfg)[2:])
 
 
+def check_urls(cfg: Config) -> None:
+    """UsageError or ModelError if a flag holds no URL of a server, or one with a secret, or if a key would be seen on
+    its way. It comes before all else that could repeat what a flag holds."""
+    engines = server_call.read_urls(cfg.urls) if cfg.urls else []
+    retrievers = cfg.retriever.split(",") if "://" in cfg.retriever else []
+    try:
+        for flag, urls, name in (("--urls", engines, server_call.KEY), ("--retriever", retrievers, ""),
+                                 ("--judge-url", [cfg.judge_url], JUDGE_KEY),
+                                 ("--proposer-url", [cfg.proposer_url], chat_endpoint.KEY)):
+            for url in filter(None, map(str.strip, urls)):
+                keys.check_url(flag, url, name)
+                if keys.HTTPS not in cfg.waived:
+                    keys.check_cleartext(flag, url, name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
     """The judge that the flags name, with the key that only the environment holds."""
     if bool(cfg.judge_url) != bool(cfg.judge_model):
         raise UsageError("--judge-url and --judge-model go together")
     try:
-        key = os.environ.get("WHALE_JUDGE_KEY") or None
+        key = keys.read_key(JUDGE_KEY) or None
         return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
     except ValueError as error:
         raise UsageError(f"--judge-url: {error}") from None
@@ -298,6 +326,28 @@ def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dic
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
                        "model": hash_model(cfg.model), "h0": sha256(h0),
                        **{path.name: hash_model(str(path)) for path in env.files}}}
+
+
+def pin_model(cfg: Config) -> Config:
+    """The same settings with the commit of a hub model, for all that is loaded of it from here on. A run that has begun
+    goes on with the commit that it recorded, wherever the branch is now. ModelError if it cannot be known."""
+    if not is_hub_name(cfg.model):
+        if cfg.revision:
+            raise UsageError(f"--revision {cfg.revision}: is for a model of the hub, and --model {cfg.model} is none")
+        return cfg
+    record = cfg.run_dir / "config.json"
+    before = read_json(record).get("config", {}) if record.exists() and not cfg.revision else {}
+    if before.get("model") == cfg.model and isinstance(before.get("revision"), str):
+        return replace(cfg, revision=before["revision"])
+    # a server's name for its model is no business of the hub's
+    return replace(cfg, revision=find_commit(cfg.model, cfg.revision, ask_hub=cfg.engine != "server") or cfg.revision)
+
+
+def describe_model(cfg: Config) -> list[str]:
+    """What its user should know of where a model comes from."""
+    return [f"{cfg.model} at commit {cfg.revision}"] * bool(cfg.revision) + [
+        f"--trust-remote-code true: code that comes with {cfg.model} is run, with all rights of this user: it can read "
+        "keys, change results, and reach the network"] * cfg.trust_remote_code
 
 
 def hash_tasks(tasks: list[Task]) -> str:
@@ -385,7 +435,8 @@ def check_disk(cfg: Config, plan: DiskPlan) -> str:
 def code_version() -> str:
     """The commit, marked if files differ from it; without git, the version."""
     try:
-        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,
+                                          env=keys.without_secrets(os.environ))
                            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]))
     except (OSError, subprocess.CalledProcessError):
         return VERSION

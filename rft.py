@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine import load_model, untied_weights, weights_checksum
+from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
 from rundir import UsageError, naming, sync
 
@@ -130,9 +130,10 @@ class Trainer:
     With several ranks every method is called by all of them, with the same arguments.
     """
 
-    def __init__(self, model_dir: str | Path, cfg: TrainConfig, device: str | torch.device, ranks: Ranks = ALONE):
+    def __init__(self, model: str | Path | Model, cfg: TrainConfig, device: str | torch.device, ranks: Ranks = ALONE):
         self.cfg, self.device, self.ranks, self.version = cfg, torch.device(device), ranks, 0
-        self.model = load_model(model_dir).to(self.device)
+        self.model = load_model(model).to(self.device)
+        self.trust_remote_code = isinstance(model, Model) and model.trust_remote_code
         self.losses = TokenLosses(self.model, cfg.head_chunk_tok)
         self.max_seq_tok = min(cfg.micro_tok, self.model.config.get_text_config().max_position_embeddings)
         self._check_head()
@@ -329,7 +330,8 @@ class Trainer:
         changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()} - FREE_ON_LOAD)
         if changed:
             raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
-        return record["version"], untied_weights(load_model(folder)), load_file(folder / "trainer.safetensors")
+        saved = Model(str(folder), trust_remote_code=self.trust_remote_code)
+        return record["version"], untied_weights(load_model(saved)), load_file(folder / "trainer.safetensors")
 
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whole tensors in rank 0's main memory, one after the other; {} on other ranks, which must take part."""

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
+from keys import redact
 from rollout import derive_seed
 from rundir import fingerprint, in_order, read_json, write_atomically
 from screen import plain
@@ -227,7 +228,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def read_plain(path: Path) -> str | None:
-    """The text of a plain file of moderate size; None for anything else (a link to /etc/passwd, a pipe)."""
+    """The text of a plain file of moderate size, secrets blotted out; None for anything else (a link, a pipe)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -236,7 +237,7 @@ def read_plain(path: Path) -> str | None:
         seen = os.fstat(descriptor)
         if not stat.S_ISREG(seen.st_mode) or seen.st_size > MAX_SLOT_BYTES:
             return None
-        return os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace")
+        return redact(os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace"))      # it may write what it sees
     finally:
         os.close(descriptor)
 
@@ -244,7 +245,8 @@ def read_plain(path: Path) -> str | None:
 def remove_tree(folder: Path) -> None:
     """Removes what an agent could make: folders without rights, deeper than a path can name. Follows no link."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+                       env={"PATH": os.environ.get("PATH", os.defpath)})
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> tuple[list[Candidate], list[str]]:

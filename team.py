@@ -61,7 +61,7 @@ class Team:
         if cfg.method != "harness" and self.engine and not self.engine.takes_weights:
             raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
                              "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
-        self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks) if cfg.method != "harness" else None
+        self.trainer = Trainer(cfg.theta, train_config(cfg), device, ranks) if cfg.method != "harness" else None
 
     @property
     def version(self) -> int:
@@ -133,10 +133,10 @@ def open_engine(cfg: Config, device: str | None = None):
     device = device or cfg.device
     if cfg.engine == "server":
         share = Path(cfg.share or cfg.run_dir / "serving").resolve()
-        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len)
+        return ServerEngine(cfg.theta, cfg.urls, share, cfg.n_rows, cfg.max_len)
     if cfg.engine == "vllm":
-        return VllmEngine(cfg.model, cfg.n_rows, cfg.max_len, device, cfg.tp, cfg.gpu_memory_frac)
-    return TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, device)
+        return VllmEngine(cfg.theta, cfg.n_rows, cfg.max_len, device, cfg.tp, cfg.gpu_memory_frac)
+    return TransformersEngine(cfg.theta, cfg.n_rows, cfg.max_len, device)
 
 
 def lead(cfg: Config, env, ranks: Ranks) -> Team:

@@ -31,9 +31,9 @@ import sched
 import team
 from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, N_SHOWN, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
-    least_search, least_weight_step, load_splits, n_steps, n_weights_of, open_judge, plan_disk, proposer_config,
-    read_file, rollout_budget, secret_paths)
+    ALTERNATING, N_SHOWN, PRESETS, Config, check_disk, check_schedule, code_version, describe_model, guarded_paths,
+    identity_of, least_search, least_weight_step, load_splits, n_steps, n_weights_of, open_judge, pin_model, plan_disk,
+    proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from candidates import Candidate, Outcome
@@ -114,6 +114,7 @@ class Run:
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
+        self.cfg = cfg = pin_model(cfg)
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
@@ -128,6 +129,8 @@ class Run:
         self.dir.track = open_tracker(cfg.track, self.dir.path, asdict(cfg))
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
+        for line in describe_model(cfg):
+            self.say(line, style="bold" * cfg.trust_remote_code)
         tiny = PRESETS["tiny"]
         if cfg.model != tiny["model"] and (cfg.preset, cfg.max_assistant_tok) == ("tiny", tiny["max_assistant_tok"]):
             self.say(f"--max-assistant-tok {cfg.max_assistant_tok} a rollout: this, --max-len, --tool-s and "
