@@ -31,8 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jail
+import keys
 from rundir import UsageError
-from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, plain, prompt_for, read_plain
+from screen import plain
+from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, prompt_for, read_plain
 
 LAYER = "proposer-landlock"             # to be named in --waive
 MAX_OUTPUT_BYTES = 20_000_000           # standard output and standard error together
@@ -306,7 +308,8 @@ class Watched:
                "closed": [*map(str, workplace.closed), *secrets], "host": os.getpid(),
                "writable": [str(workplace.folder), str(private), *state, *devices],
                "places": [str(workplace.folder.parent), *state],        # of devices no mode is its to change
-               "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES}
+               "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES,
+               "blots": keys.blots(os.environ)}         # it may print what it sees
         transcript.write_bytes(b"")
         self.report, self.begun, self.seconds, self.wall_s = {"end": "lost"}, time.monotonic(), 0.0, wall_s
         self.process = subprocess.Popen(

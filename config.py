@@ -10,21 +10,25 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import chat_endpoint
+import keys
 import sched
+import server_call
 from agent_cmd import LAYER as AGENT_LAYER
 from acceptance import ACCEPT, kept_rollouts
+from engine import Model, find_commit, is_hub_name
 from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig, max_trace_bytes
-from rundir import UsageError, scorer_paths, sha256
+from rundir import UsageError, read_json, scorer_paths, sha256
 from sandbox import Limits
-from search_answer import Judge
+from search_answer import KEY as JUDGE_KEY, Judge
 from sessions import ProposerConfig
-from tasks import Task, check_disjoint
+from tasks import Task, check_disjoint, refuse_special
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -44,6 +48,8 @@ class Config:
     out: str = str(ROOT / "runs")
     # theta, D_weight, D_harness, D_test
     model: str = "Qwen/Qwen3.5-2B"
+    revision: str = ""                      # of a hub model: commit, tag or branch; "": main; its commit is recorded
+    trust_remote_code: bool = False         # run code that comes with the model, with all rights of this user
     train: str = ""                         # FILE or FILE[a:b], rows a to b
     harness_set: str = ""
     test: str = ""
@@ -125,13 +131,18 @@ class Config:
         return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
 
     @property
+    def theta(self) -> Model:
+        """What is loaded wherever the model is."""
+        return Model(self.model, self.revision, self.trust_remote_code)
+
+    @property
     def waived(self) -> tuple[str, ...]:
         return tuple(filter(None, self.waive.split(",")))
 
     @property
     def waived_layers(self) -> tuple[str, ...]:
         """Those of the sandbox."""
-        return tuple(name for name in self.waived if name != AGENT_LAYER)
+        return tuple(name for name in self.waived if name not in (AGENT_LAYER, keys.HTTPS))
 
 
 PRESETS = {
@@ -151,6 +162,15 @@ CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
            "preset": tuple(PRESETS), "proposer": PROPOSERS, "method": sched.METHODS, "accept": ACCEPT,
            "select": ("test", "harness-set"), "finish": ("budget", "harness"),
            "track": ("", "wandb", "trackio", "tensorboard")}
+# the least and the most of a number; of those that are not here, 0 and 10**9
+BOUNDS = {
+    **dict.fromkeys(("cycles", "iterations", "candidates", "prompt_batch", "group_size", "n_eval", "max_calls",
+                     "max_assistant_tok", "max_proposer_failures", "patience_iterations", "min_iterations",
+                     "max_iterations", "keep", "minibatch", "micro_tok", "head_chunk_tok"), (1, 10**9)),
+    "seed": (0, 2**63 - 1), "max_len": (16, 10**9), "n_rows": (1, 1 << 16), "n_workers": (1, 1024), "tp": (1, 1024),
+    "top_p": (1e-9, 1), "temperature": (0, 100), "lr": (1e-30, 1), "max_grad_norm": (1e-30, 1e30),
+    "weight_decay": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "gpu_memory_frac": (0.01, 1),
+    "max_failed_frac": (0, 1), "proposer_s": (1, 10**7)}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
 FREE_ON_RESUME = {"out", "name", "keep", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
@@ -219,6 +239,7 @@ def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
 
 def read_file(path: str) -> str:
     try:
+        refuse_special(path)
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
@@ -226,12 +247,15 @@ def read_file(path: str) -> str:
 
 
 def load_split(env, value: str) -> list[Task]:
-    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation)."""
-    path, start, end = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", value).groups()
-    tasks = env.load(Path(path))[slice(int(start) if start else None, int(end) if end else None)]
-    if not tasks:
-        raise UsageError(f"{value}: no rows")
-    return tasks
+    """Tasks of FILE or FILE[a:b] (rows a to b, in Hugging Face's split notation, and as strict as there)."""
+    path, start, end = re.fullmatch(r"(.*?)(?:\[([0-9]{0,12}):([0-9]{0,12})\])?", value, re.DOTALL).groups()
+    if path.endswith("]"):
+        raise UsageError(f"{value}: rows are given as FILE[a:b], from row a to before row b, counted from 0")
+    tasks = env.load(Path(path))
+    first, last = int(start or 0), int(end or len(tasks))
+    if not first < last <= len(tasks):
+        raise UsageError(f"{value}: there are no such rows; {path} has {len(tasks):,}")
+    return tasks[first:last]
 
 
 def load_splits(cfg: Config) -> tuple:
@@ -263,7 +287,25 @@ def secret_paths(cfg: Config) -> tuple[Path, ...]:
 def guarded_paths(cfg: Config) -> tuple[Path, ...]:
     """What a proposer must not write: what decides a score, and what a run goes on from."""
     local = [path for path in (Path(cfg.model),) if path.exists()]
-    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json", *secret_paths(cfg)[2:])
+    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json",
+            cfg.run_dir / "weights", *secret_paths(cfg)[2:])
+
+
+def check_urls(cfg: Config) -> None:
+    """UsageError or ModelError if a flag holds no URL of a server, or one with a secret, or if a key would be seen on
+    its way. It comes before all else that could repeat what a flag holds."""
+    engines = server_call.read_urls(cfg.urls) if cfg.urls else []
+    retrievers = cfg.retriever.split(",") if "://" in cfg.retriever else []
+    try:
+        for flag, urls, name in (("--urls", engines, server_call.KEY), ("--retriever", retrievers, ""),
+                                 ("--judge-url", [cfg.judge_url], JUDGE_KEY),
+                                 ("--proposer-url", [cfg.proposer_url], chat_endpoint.KEY)):
+            for url in filter(None, map(str.strip, urls)):
+                keys.check_url(flag, url, name)
+                if keys.HTTPS not in cfg.waived:
+                    keys.check_cleartext(flag, url, name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
@@ -271,7 +313,7 @@ def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
     if bool(cfg.judge_url) != bool(cfg.judge_model):
         raise UsageError("--judge-url and --judge-model go together")
     try:
-        key = os.environ.get("WHALE_JUDGE_KEY") or None
+        key = keys.read_key(JUDGE_KEY) or None
         return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
     except ValueError as error:
         raise UsageError(f"--judge-url: {error}") from None
@@ -284,6 +326,28 @@ def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dic
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
                        "model": hash_model(cfg.model), "h0": sha256(h0),
                        **{path.name: hash_model(str(path)) for path in env.files}}}
+
+
+def pin_model(cfg: Config) -> Config:
+    """The same settings with the commit of a hub model, for all that is loaded of it from here on. A run that has begun
+    goes on with the commit that it recorded, wherever the branch is now. ModelError if it cannot be known."""
+    if not is_hub_name(cfg.model):
+        if cfg.revision:
+            raise UsageError(f"--revision {cfg.revision}: is for a model of the hub, and --model {cfg.model} is none")
+        return cfg
+    record = cfg.run_dir / "config.json"
+    before = read_json(record).get("config", {}) if record.exists() and not cfg.revision else {}
+    if before.get("model") == cfg.model and isinstance(before.get("revision"), str):
+        return replace(cfg, revision=before["revision"])
+    # a server's name for its model is no business of the hub's
+    return replace(cfg, revision=find_commit(cfg.model, cfg.revision, ask_hub=cfg.engine != "server") or cfg.revision)
+
+
+def describe_model(cfg: Config) -> list[str]:
+    """What its user should know of where a model comes from."""
+    return [f"{cfg.model} at commit {cfg.revision}"] * bool(cfg.revision) + [
+        f"--trust-remote-code true: code that comes with {cfg.model} is run, with all rights of this user: it can read "
+        "keys, change results, and reach the network"] * cfg.trust_remote_code
 
 
 def hash_tasks(tasks: list[Task]) -> str:
@@ -371,7 +435,8 @@ def check_disk(cfg: Config, plan: DiskPlan) -> str:
 def code_version() -> str:
     """The commit, marked if files differ from it; without git, the version."""
     try:
-        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,
+                                          env=keys.without_secrets(os.environ))
                            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]))
     except (OSError, subprocess.CalledProcessError):
         return VERSION

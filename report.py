@@ -9,8 +9,8 @@ every phase; `write_report` reads only what is finished, so it may be called whi
 
 import difflib
 import fcntl
+import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,10 @@ import jinja2
 
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
-from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, read_json, read_text, write_atomically
-from screen import LEDGER_TITLES, ledger_cells, money_text
+from rundir import (
+    AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, iter_jsonl, read_bytes, read_json, read_sealed,
+    read_text, sha256, write_atomically)
+from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parent
@@ -55,11 +57,15 @@ def as_usage_error(folder: Path) -> Iterator[None]:
                          "is not whole") from error
 
 
+def report_mark(folder: Path) -> str:
+    """What stands in a page that was made of this state of the run: no clock, which may be set back, is asked."""
+    return sha256(read_text(folder / "state.json"))
+
+
 def render(template: str, **content) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True)
-    page = env.get_template(template).render(**content).encode("utf-8", "replace").decode()
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", page)        # what would drive a terminal
+    return plain(env.get_template(template).render(**content))
 
 
 def is_running(folder: Path) -> bool:
@@ -77,28 +83,15 @@ def is_running(folder: Path) -> bool:
 # ---- the run's files ------------------------------------------------------------------------------------------------
 
 
-def iter_jsonl(path: Path) -> Iterator[dict]:
-    """The rows of a file, one at a time."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                yield json.loads(line)
-    except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-
-
-def read_metrics(path: Path, n_bytes: int) -> list[dict]:
+def read_metrics(path: Path, state: dict) -> list[dict]:
     """The rows of finished steps."""
-    text = read_text(path, n_bytes)
-    if len(text.encode()) < n_bytes:
-        raise UsageError(f"{path} is cut short: it has {len(text.encode()):,} bytes, and {n_bytes:,} were written")
-    try:
-        return [json.loads(line) for line in text.splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
+    n_bytes = state["metrics_bytes"]
+    metrics = read_bytes(path)[:n_bytes]
+    if len(metrics) < n_bytes:
+        raise UsageError(f"{path} is cut short: it has {len(metrics):,} bytes, and {n_bytes:,} were written")
+    if hashlib.sha256(metrics).hexdigest() != state["metrics_sha256"]:
+        raise UsageError(f"{path} is damaged: its sha256 is not the recorded one")
+    return [json.loads(line) for line in metrics.splitlines()]
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
@@ -114,8 +107,8 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
     if not (folder / "state.json").exists():
         what_now = "the run is still going" if is_running(folder) else "the run's own command goes on with it"
         raise UsageError(f"{folder}: nothing is finished yet, not even the evaluation of the base model; {what_now}")
-    state = read_json(folder / "state.json")
-    return config["config"], state, read_metrics(folder / "metrics.jsonl", state["metrics_bytes"])
+    state = read_sealed(folder / "state.json")
+    return config["config"], state, read_metrics(folder / "metrics.jsonl", state)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -139,6 +132,7 @@ def page_of(folder: Path, running: bool) -> dict:
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
+        "mark": report_mark(folder),
         "refresh_s": REFRESH_S, "model": "/".join(Path(config["model"]).parts[-2:]),
         "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
         "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)],

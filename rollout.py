@@ -21,12 +21,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
+from harness_api import is_plain
 from tasks import Task, ToolUse, Verdict
 from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 
@@ -202,19 +203,33 @@ def parse_tool_calls(content: str, limit: int = MAX_TOOL_CALLS) -> list[dict]:
     Reads Qwen3's JSON form and Qwen3.5's <function=...><parameter=...> form; anything malformed is left out.
     """
     calls = []
-    for block in re.findall(r"<tool_call>(.*?)</tool_call>", content.rpartition("</think>")[2], re.DOTALL)[:limit]:
+    for block in islice(tool_blocks(content.rpartition("</think>")[2]), limit):
         function = re.fullmatch(r"\s*<function=([\w.-]+)>(.*)</function>\s*", block, re.DOTALL)
         if function:
-            pairs = re.findall(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
-            calls.append({"name": function[1], "arguments": dict(pairs)})
+            *parts, rest = function[2].split("</parameter>")
+            found = [re.search(r"<parameter=([\w.-]+)>\n?(.*)", part, re.DOTALL) for part in parts]
+            if "<parameter=" not in rest:                                       # else one is not closed
+                arguments = {part[1]: part[2].removesuffix("\n") for part in found if part}
+                calls.append({"name": function[1], "arguments": arguments})
             continue
         try:
             call = json.loads(block)
         except (ValueError, RecursionError):
             continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and is_plain(call.get("arguments")) \
+                and isinstance(call["arguments"], dict):
             calls.append({"name": call["name"], "arguments": call["arguments"]})
     return calls
+
+
+def tool_blocks(text: str) -> Iterator[str]:
+    """What stands in its <tool_call> blocks. A regular expression would look for the end of each that has none."""
+    end = 0
+    while (start := text.find("<tool_call>", end)) >= 0:
+        start += len("<tool_call>")
+        if (end := text.find("</tool_call>", start)) < 0:
+            return
+        yield text[start:end]
 
 
 class Prompter:

@@ -233,17 +233,39 @@ def count_words(corpus_path: str | Path, progress: bool) -> tuple:
     return bm25, np.array(offsets)
 
 
+def pin_e5(name: str, revision: str, index_dir: str | Path) -> str:
+    """A hub model as name@commit: the commit that the index was made with, unless a revision is asked for."""
+    from engine import ModelError, find_commit, is_hub_name
+    if not is_hub_name(name):
+        require(not revision, f"--e5-revision {revision}: is for a model of the hub, and --e5-model {name} is none")
+        return name
+    try:
+        made_with = json.loads((Path(index_dir) / "manifest.json").read_text())["model"]
+        if made_with.startswith(f"{name}@") and not revision:
+            return made_with
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass                                                    # no index yet, or none that check_index lets pass
+    try:
+        return f"{name}@{find_commit(name, revision)}"
+    except ModelError as error:
+        raise RetrieverError(f"--e5-model: {error}") from None
+
+
 class Encoder:
-    """E5: the mean of the last hidden states over the attention mask, as a unit vector."""
+    """E5: the mean of the last hidden states over the attention mask, as a unit vector. `name`: a folder or, of a hub
+    model, name@commit."""
 
     def __init__(self, name: str):
         import torch
         from transformers import AutoModel, AutoTokenizer
+
+        from engine import Model, is_hub_name, locate
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype, self.batch_rows = (torch.float16, 256) if self.device == "cuda" else (torch.float32, 32)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, dtype=dtype).eval().to(self.device)
+            where = locate(Model(*name.split("@", 1)) if is_hub_name(name) else name)
+            self.tokenizer = AutoTokenizer.from_pretrained(**where)
+            self.model = AutoModel.from_pretrained(**where, dtype=dtype, use_safetensors=True).eval().to(self.device)
         except (OSError, ValueError) as error:
             raise RetrieverError(f"--e5-model {name}: cannot be loaded: {error}") from None
         self.n_dims = self.model.config.hidden_size
