@@ -60,6 +60,7 @@ class State:
     ledger: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LEDGER})
     metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
     metrics_sha256: str = ""                # of these
+    n_threads: int = 0                      # of torch: sums in another order differ in the last bits
     complete: bool = False
 
 

@@ -26,6 +26,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 import rollout
 import sched
 import team
@@ -143,6 +145,11 @@ class Run:
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
+        n_threads = torch.get_num_threads()
+        state.n_threads = state.n_threads or n_threads
+        if state.n_threads != n_threads:
+            self.say(f"this run began with {state.n_threads} torch threads and goes on with {n_threads}: it differs in "
+                     f"the last bits, and so in what it samples; OMP_NUM_THREADS={state.n_threads} repeats it exactly")
         if self.ranks.world > 1:
             self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines"
                      + "; the trainer is sharded over all" * (cfg.method != "harness"))
