@@ -51,6 +51,7 @@ from tasks import Task
 from track import open_tracker
 
 UNBOUNDED = 1 << 62         # training rollouts
+PAGE_S = 5                  # phases that end within so many seconds share a page
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -478,7 +479,7 @@ class Run:
         self.team.close()
         self.dir.close()
         if self.state.evals and not self.state.complete:                        # stopped: the page says so
-            self._show()
+            self._show(least_s=0)
 
     def show_again(self) -> None:
         """Of a complete run: writes again what it was killed before, or what is damaged."""
@@ -499,9 +500,9 @@ class Run:
                                version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
                                usd=caps.money())
         self.dir.save()
-        self._show()
+        self._show(least_s=0 if self.state.complete or len(self.state.evals) == 1 else PAGE_S)
 
-    def _show(self, least_s: float = 0.0) -> None:
+    def _show(self, least_s: float) -> None:
         """Writes report.html, if the last time is so long ago."""
         if time.monotonic() - self.shown_at < least_s:
             return
