@@ -4,6 +4,7 @@ Whole small runs with planted keys, against servers that say them back; then eve
 """
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
+import huggingface_hub
 import numpy as np
 import pytest
 from jinja2 import TemplateError
@@ -28,17 +30,18 @@ import retriever
 import search_index
 from chat_endpoint import check_settings_api
 from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
-from engine import ModelError, find_commit, load_generation_config, load_model, load_tokenizer
+from engine import ModelError, find_commit, find_tokenizer, load_generation_config, load_model, load_tokenizer
 from rft import CheckpointError, Trainer
 from rollout import Prompter
 from rundir import UsageError
 from search_answer import Judge
 from search_index import Bm25Index, Encoder, RetrieverError
 from server_engine import ServerEngine
-from servers import PlainServer, free_port
+from servers import PlainServer
 from sessions import ProposerConfig
 from small import DATA, SMALL, call, call_json
 from track import TrackerError, as_tracker_error
+from vllm_engine import VllmEngine
 from warden import Blotter
 
 MODEL = ROOT / "embedded" / "model"
@@ -162,6 +165,14 @@ def init(**settings):
     print(settings, sys.argv, file=open(os.path.join(folder, "offline"), "a"))
     return Run()
 """
+STARTS = """
+import os, sys
+def note(event, args):                  # each program that is started: some live too short to be watched
+    if event == "subprocess.Popen":
+        with open({file!r}, "a") as file:
+            print(args[1], dict(os.environ if args[3] is None else args[3]), file=file)
+sys.addaudithook(note)
+"""
 AGENT = """
 import json, os, sys, base64
 slots = os.environ["WHALE_SLOTS"].split()
@@ -197,6 +208,7 @@ class Watch(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        own = Path(f"/proc/{self.root}/cmdline").read_bytes()
         while not self.stopped.wait(0.01):
             parents = {}
             for folder in Path("/proc").glob("[0-9]*"):
@@ -217,17 +229,18 @@ class Watch(threading.Thread):
                 self.programs.add(program)
                 if names := found_in(words):
                     self.held.setdefault(f"words of {program}", set()).update(names)
-                if pid != self.root and (names := found_in(environment)):
+                if pid != self.root and words != own and (names := found_in(environment)):      # its own: forked, before exec
                     self.held.setdefault(program, set()).update(names)
 
 
 def run_watched(tmp_path: Path, *args) -> tuple[int, str, Watch, Path]:
     """The command with all keys planted, HOME and temporary files in one folder -> exit code, what it printed, its processes, and
-    the folder of all that it can have written."""
+    the folder of all that it can have written. There, `started` has the environment of each program that it started."""
     world = tmp_path / "world"
     for name in ("home", "tmp", "stub"):
         (world / name).mkdir(parents=True, exist_ok=True)
     (world / "stub" / "wandb.py").write_text(WANDB)
+    (world / "stub" / "sitecustomize.py").write_text(STARTS.format(file=str(world / "started")))
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "cli.py"), *map(str, args), "--out", str(world / "runs"), "--name", "run"], text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=world,
@@ -256,6 +269,8 @@ def test_a_run_that_uses_every_server(tmp_path, serve, policy):
     assert set(judge.given) == {f"Bearer {KEYS['WHALE_JUDGE_KEY']}"} and set(proposer.given) == {f"Bearer {KEYS['WHALE_PROPOSER_KEY']}"}
     assert found_in(printed.encode()) == set() and watch.held == {} and found_below(world) == {}
     assert any("jail.py" in program for program in watch.programs)
+    started = (world / "started").read_text()
+    assert all(f"['{program}'" in started for program in ("git", "rm", "chmod", "fc-list")) and "jail.py" in started
     source = (run / "harness/cycle_01/h1/harness.py").read_text()
     assert "[WHALE_PROPOSER_KEY]" in source and "MAX_CALLS = 3" in source                      # it was there to be found
     assert "tracking ends here: the tracker failed: RuntimeError: permission denied for api_key [WANDB_API_KEY]" in printed
@@ -272,7 +287,7 @@ def test_an_agent_that_looks_for_keys(tmp_path, planted):
     run = world / "runs" / "run"
     assert code == 0, printed
     assert found_in(printed.encode()) == set() and found_below(world) == {}
-    assert {name for names in watch.held.values() for name in names} <= {"PASSED_TOKEN"}
+    assert {name for names in watch.held.values() for name in names} <= {"PASSED_TOKEN"}, watch.held
     transcript = (run / "harness/cycle_01/sessions/iteration_02/transcript_1.txt").read_text()
     assert "PASSED_TOKEN=[PASSED_TOKEN]" in transcript and "\n[PASSED_TOKEN]\n" in transcript
     assert not any(f"{name}=" in transcript for name in KEYS if name != "PASSED_TOKEN")
@@ -399,6 +414,22 @@ def test_a_secret_is_blotted_out_however_it_comes_in_pieces(planted, monkeypatch
     with pytest.raises(TrackerError) as failure, as_tracker_error():
         raise RuntimeError(KEYS["WANDB_API_KEY"])
     assert str(failure.value).endswith("[WANDB_API_KEY]") and failure.value.__cause__ is None
+
+
+def test_the_process_of_vllm_gets_no_key(planted, tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def look(command, env, **_):
+        raise Seen(json.dumps([command, env]))
+
+    monkeypatch.setattr("vllm_engine.subprocess.Popen", look)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/some/where")
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.log_path, engine.tp = tmp_path / "log", 1
+    with pytest.raises(Seen) as seen:
+        engine._start({"model": "m"}, "cpu")
+    assert found_in(str(seen.value).encode()) == set() and "/some/where" in str(seen.value)
 
 
 def test_what_an_agent_may_not_read_in_home(tmp_path, monkeypatch):
@@ -611,7 +642,7 @@ ALLOWED = {
 
 
 def test_the_sources_load_no_pickle_and_run_no_text():
-    used, models = set(), []
+    used, loads = set(), []
     for path in sorted(ROOT.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
@@ -623,11 +654,10 @@ def test_the_sources_load_no_pickle_and_run_no_text():
                 assert given.get("shell", "False") == "False", path
                 assert given.get("trust_remote_code", "False") != "True", f"{path}: {name}"
                 if name.endswith(".from_pretrained") and path.name != "bench_trl.py":           # of what we wrote, in TRL's own process
-                    models.append((path.name, name))
-                    where = given.get(None, "") + given.get("revision", "")
-                    assert "where" in where or "locate(" in where, f"{path}: {name}: by way of locate()"
-                    assert "Model" not in name.split(".")[0].removeprefix("Auto")[:5] or given.get("use_safetensors") == "True", f"{path}: {name}"
-    assert used == ALLOWED and len(models) >= 8
+                    loads.append(name)
+                    assert re.search(r"where|locate\(", given.get(None, "") + given.get("revision", "")), f"{path}: {name}: by way of locate()"
+                    assert not name.startswith("AutoModel") or given.get("use_safetensors") == "True", f"{path}: {name}"
+    assert used == ALLOWED and len(loads) >= 8
 
 
 # ---- a hub model is one commit --------------------------------------------------------------------------------------
@@ -635,70 +665,54 @@ def test_the_sources_load_no_pickle_and_run_no_text():
 OLD, NEW = "a" * 40, "b" * 40
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory) -> Path:
-    """HF_HOME as the hub's library leaves it: two commits of one model, main at the first, and a tag at the second."""
-    home = tmp_path_factory.mktemp("hub")
-    model = home / "hub" / "models--owner--name"
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """A cache as the hub's library leaves it, and no hub: two commits of a model, main at the first, a tag at the second. -> main."""
+    model = tmp_path / "hub" / "models--owner--name"
     for commit in (OLD, NEW):
         shutil.copytree(MODEL, model / "snapshots" / commit)
     edit_json(model / "snapshots" / NEW / "generation_config.json", eos_token_id=[2, 7])
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(OLD)
     (model / "refs" / "v2").write_text(NEW)
-    return home
-
-
-def at_hub(hub: Path, *args) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(ROOT / "cli.py"), *map(str, args)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          timeout=600, env=os.environ | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
-    return done.returncode, done.stdout
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return model / "refs" / "main"
 
 
 def test_a_hub_model_is_the_commit_that_a_run_began_with(hub, tmp_path):
     """Its commit is resolved once, recorded and said; the branch moves, and the run goes on with the first one."""
-    main = hub / "hub/models--owner--name/refs/main"
-    run = ["math", *SMALL, "--method", "weight", "--rollouts", 256, "--model", "owner/name", "--out", tmp_path, "--name", "run"]
-    code, output = at_hub(hub, *run)
+    run = ["math", *SMALL, "--method", "weight", "--rollouts", 64, "--model", "owner/name", "--out", tmp_path, "--name", "run"]
+    code, output = call(*run)
     assert code == 0 and f"owner/name at commit {OLD}" in output, output
     config = json.loads((tmp_path / "run/config.json").read_text())["config"]
     assert (config["model"], config["revision"]) == ("owner/name", OLD)
-    try:
-        main.write_text(NEW)
-        state = json.loads((tmp_path / "run/state.json").read_text())
-        (tmp_path / "run/state.json").write_text(json.dumps(state | {"complete": False}))
-        code, output = at_hub(hub, *run)
-        assert code == 0 and "resumed" in output and f"owner/name at commit {OLD}" in output, output
-        code, output = at_hub(hub, *run, "--revision", "v2")
-        assert code == 2 and f"revision: '{OLD}' then, '{NEW}' now" in output
-        code, output = at_hub(hub, "export", tmp_path / "run", "--out", tmp_path / "exported")
-        assert code == 0, output
-        assert json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"] == 2          # of OLD
-        assert f'"revision": "{OLD}"' in (tmp_path / "exported/README.md").read_text()
-    finally:
-        main.write_text(OLD)
-
-
-LOOK = """
-import engine, json, sys
-from config import Config, pin_model
-pinned = pin_model(Config("math", model="owner/name", revision=sys.argv[1])).theta
-print(json.dumps([pinned.revision, engine.load_generation_config(pinned).eos_token_id, engine.find_tokenizer(pinned) is not None,
-                  engine.load_model(pinned).generation_config.eos_token_id]))
-"""
+    hub.write_text(NEW)
+    state = json.loads((tmp_path / "run/state.json").read_text())
+    (tmp_path / "run/state.json").write_text(json.dumps(state | {"complete": False}))
+    code, output = call(*run)
+    assert code == 0 and "resumed" in output and f"owner/name at commit {OLD}" in output, output
+    code, output = call(*run, "--revision", "v2")
+    assert code == 2 and f"revision: '{OLD}' then, '{NEW}' now" in output
+    code, output = call("export", tmp_path / "run", "--out", tmp_path / "exported")
+    assert code == 0, output
+    assert json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"] == 2              # of OLD
+    assert f'"revision": "{OLD}"' in (tmp_path / "exported/README.md").read_text()
+    code, output = call("eval", "math", "--model", "owner/name", "--test", f"{DATA}/test.jsonl[:1]", "--n", 1, "--out", tmp_path)
+    assert code == 0 and f"owner/name at commit {NEW}" in output
 
 
 def test_branches_tags_and_commits(hub, tmp_path):
     for revision, commit, stop in (("", OLD, 2), ("main", OLD, 2), ("v2", NEW, [2, 7]), (NEW, NEW, [2, 7])):
-        done = subprocess.run([sys.executable, "-c", LOOK, revision], cwd=ROOT, text=True, capture_output=True, timeout=600,
-                              env=os.environ | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"})
-        assert done.returncode == 0 and json.loads(done.stdout) == [commit, stop, True, stop], done.stderr
+        model = pin_model(Config("math", model="owner/name", revision=revision)).theta
+        assert model.revision == commit and find_tokenizer(model) is not None
+        assert load_generation_config(model).eos_token_id == load_model(model).generation_config.eos_token_id == stop
     for args, words in ((["--model", "owner/name", "--revision", "v3"], "--model owner/name --revision v3: is not in the hub's cache"),
                         (["--model", "owner/other"], "--model owner/other: is not in the hub's cache")):
-        code, output = at_hub(hub, "math", *SMALL, *args, "--out", tmp_path)
-        assert code == 1 and words in output and "Traceback" not in output, output
-    code, output = call("math", *SMALL, "--revision", "v2", "--out", tmp_path)
-    assert code == 2 and "--revision v2: is for a model of the hub" in output and not list(tmp_path.iterdir())
+        code, output = call("math", *SMALL, *args, "--out", tmp_path / "runs")
+        assert code == 1 and words in output, output
+    code, output = call("math", *SMALL, "--revision", "v2", "--out", tmp_path / "runs")
+    assert code == 2 and "--revision v2: is for a model of the hub" in output and not (tmp_path / "runs").exists()
 
 
 def test_a_pinned_model_needs_no_hub(monkeypatch, tmp_path):
@@ -756,10 +770,9 @@ def listening(root: int) -> set[str]:
         before, below = below, below | {pid for pid, parent in parents.items() if parent in below}
     found = set()
     for pid in below:
-        try:
-            found |= {addresses[link] for entry in Path(f"/proc/{pid}/fd").iterdir() if (link := os.readlink(entry)) in addresses}
-        except OSError:
-            continue
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):                      # closed meanwhile
+                found |= {addresses[target]} if (target := os.readlink(link)) in addresses else set()
     return found
 
 
@@ -767,16 +780,14 @@ def test_ranks_of_one_machine_listen_to_it_alone(tmp_path):
     """torch's own store listens on every address, and what reaches a rank's port is unpickled."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ranks.py"), "--standalone", "--nproc-per-node", "2", str(ROOT / "cli.py"), "math", *SMALL,
-         "--method", "weight", "--rollouts", "256", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+         "--method", "weight", "--rollouts", "64", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={name: value for name, value in os.environ.items() if "SOCKET_IFNAME" not in name} | {"OMP_NUM_THREADS": "1"})
-    found, most = set(), 0
-    log = []
+    found, log = set(), []
     reader = threading.Thread(target=lambda: log.extend(process.stdout), daemon=True)
     reader.start()
     give_up = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < give_up:
-        now = listening(process.pid)
-        found, most = found | now, max(most, len(now))
+        found |= listening(process.pid)
         time.sleep(0.1)
     reader.join(60)
     assert process.returncode == 0, "".join(log)
@@ -795,9 +806,7 @@ def test_our_servers_listen_to_this_machine_alone(tmp_path):
         process.terminate()
         process.wait()
         process.stdout.close()
-    before = listening(os.getpid())
-    server = Echo()
-    assert before | listening(os.getpid()) <= {"127.0.0.1"} and listening(os.getpid())
+    server = Echo()                                         # and those of the tests
+    assert listening(os.getpid()) == {"127.0.0.1"}
     server.shutdown()
     server.server_close()
-    assert free_port() > 0
