@@ -33,7 +33,8 @@ from pathlib import Path
 import jail
 import keys
 from rundir import UsageError
-from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, plain, prompt_for, read_plain
+from screen import plain
+from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, prompt_for, read_plain
 
 LAYER = "proposer-landlock"             # to be named in --waive
 MAX_OUTPUT_BYTES = 20_000_000           # standard output and standard error together

@@ -20,10 +20,16 @@ import inspect
 import json
 import os
 import re
+import signal
 import sys
 from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
+
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds
 
 import torch
 
@@ -38,8 +44,8 @@ import rollout
 from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
 from config import (
-    CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model, read_file,
-    rollout_config, train_config)
+    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model,
+    read_file, rollout_config, train_config)
 from costs import check_costs
 from engine import EngineDied, ModelError
 from envs import ENVS, verify_cases
@@ -47,15 +53,14 @@ from tasks import DataError, Row
 from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
-from keys import HTTPS, redact
+from keys import HTTPS
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
-from rft import CheckpointError
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError
+from rundir import UsageError, read_sealed
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
-from screen import Screen
+from screen import UNSAFE, Screen, plain
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
@@ -63,7 +68,7 @@ from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
 
-EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_REFUSED, EXIT_USAGE = 1, 2
 
 
 def add_config_flags(parser: argparse.ArgumentParser, domain: str | None = None) -> None:
@@ -110,14 +115,16 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
         given = {"cycles": 1, "one_search": True, **device, **given}
     known = {**PRESETS[preset], **DOMAIN_PRESETS.get((preset, domain), {})}
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
-    for name, least in (("cycles", 1), ("iterations", 1), ("candidates", 1), ("prompt_batch", 1), ("group_size", 1),
-                        ("n_eval", 1), ("n_rows", 1), ("max_calls", 1), ("max_assistant_tok", 1), ("n_workers", 1),
-                        ("tp", 1), ("rollouts", 0), ("eval_epochs", 0), ("max_rollouts", 0),
-                        ("max_proposals", 0), ("max_cost", 0), ("proposer_s", 1), ("proposer_usd", 0),
-                        ("max_proposer_failures", 1), ("stagewise_phases", 0),
-                        ("patience_iterations", 1), ("min_iterations", 1), ("max_iterations", cfg.min_iterations)):
-        if getattr(cfg, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: must be at least {least}")
+    for knob in fields(Config):
+        value, (low, high) = getattr(cfg, knob.name), BOUNDS.get(knob.name, (0, 10**9))
+        flag = f"--{knob.name.replace('_', '-')} {value}"
+        if isinstance(value, str) and UNSAFE.search(value.replace("\n", "\0").replace("\t", "\0")):
+            raise UsageError(f"{flag!r}: holds a character that cannot be shown")
+        if not isinstance(value, str) and not low <= value <= high:                     # nor is NaN
+            raise UsageError(f"{flag}: must be at least {low} and at most {high}")
+    if cfg.max_iterations < cfg.min_iterations:
+        raise UsageError(f"--max-iterations {cfg.max_iterations}: must be at least --min-iterations, "
+                         f"{cfg.min_iterations}")
     check_layers(cfg.waived, (*LAYERS, AGENT_LAYER, HTTPS))
     check_urls(cfg)
     check_costs(cfg)
@@ -150,15 +157,12 @@ def command_run(args: argparse.Namespace) -> int:
     run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
-        page, state = run.dir.path / "report.html", run.dir.path / "state.json"
-        if not page.exists() or page.stat().st_mtime_ns < state.stat().st_mtime_ns:     # killed between the two
-            report.write_report(run.dir.path)
+        run.show_again()
     else:
         with closing(run):
             train_whale(run)
     folder = run.dir.path
-    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.h0,
-                            (folder / "final_harness.py").read_text(), folder)
+    run.dir.screen.show_end(read_sealed(folder / "summary.json"), run.h0, run.harness.source, folder)
     return 0
 
 
@@ -269,9 +273,10 @@ def show(args: argparse.Namespace, result: dict) -> None:
         return
     for key, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            print(f"{key}:", *("  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value), sep="\n")
+            print(f"{key}:", *("  " + "  ".join(f"{k}={plain(str(v))}" for k, v in row.items()) for row in value),
+                  sep="\n")
         else:
-            print(f"{key}: {value}")
+            print(f"{key}: {plain(str(value))}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -337,7 +342,7 @@ def run_command(argv: list[str] | None, ranks: Ranks) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    ranks = ALONE
+    ranks, stop.can_raise, stop.was_told = ALONE, True, False
     try:
         with open_ranks() as ranks:
             if ranks.rank:
@@ -346,13 +351,16 @@ def main(argv: list[str] | None = None) -> int:
             code = run_command(argv, ranks)
             ranks.broadcast(None)                       # no more orders
             return code
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
+    except (UsageError, DataError, ModelError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{redact(str(error))}", file=sys.stderr)
+        print(plain(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
-    except KeyboardInterrupt:
-        print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)
+        if stop.is_listening:
+            stop.end_children()
+        stop.tell(number)
+        return 128 + number
     except OSError as error:
         print(f"run.sh: {error.filename or ''}: {error.strerror}; what was finished is safe, the same command goes on",
               file=sys.stderr)

@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 
 from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
-from rundir import UsageError, best_of, read_json, read_text, sha256
+from rft import read_checkpoint_record
+from rundir import UsageError, best_of, in_order, read_json, read_text, sha256
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -39,8 +40,8 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
         step, summary = point["weight_step"], read_json(run / "summary.json")
         checkpoint = run / "weights" / f"step_{step:06d}" if step else None
         harness = harness_of(run, config, point["harness_sha"])
-    if checkpoint and not (checkpoint / "trainer.json").exists():
-        raise UsageError(f"{checkpoint} is no complete checkpoint")
+    if checkpoint:
+        read_checkpoint_record(checkpoint)
     aside = out.with_name(out.name + ".tmp")
     if aside.exists():
         shutil.rmtree(aside)
@@ -56,7 +57,7 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
 
 def harness_of(run: Path, config: dict, sha: str) -> str:
     """The source of the harness of an evaluation, by its sha256."""
-    for path in [run / "final_harness.py", *sorted(run.glob("harness/*/*/harness.py")),
+    for path in [run / "final_harness.py", *in_order(run.glob("harness/*/*/harness.py")),
                  *([Path(config["harness"])] if config["harness"] else [])]:
         if path.exists() and sha256(source := read_text(path)) == sha:
             return source

@@ -28,6 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds; torchrun's handlers take over
+
 import torch
 import torch.distributed as dist
 
@@ -100,6 +105,8 @@ def open_ranks() -> Iterator[Ranks]:
     ranks = Ranks(rank, world, local_rank, local_world, group)
     try:
         yield ranks
+    except KeyboardInterrupt:                       # told to end, not failed
+        raise
     except BaseException as error:
         is_first = is_first_to_fail(store)
         time.sleep(1 if is_first else GRACE_S)          # if it is a dead rank that broke this one, it is ended here

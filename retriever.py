@@ -296,7 +296,6 @@ def command_retriever(args: argparse.Namespace) -> int:
     kind, model = Bm25Index, ()
     if args.backend == "e5":
         kind, model = E5Index, (pin_e5(args.e5_model, args.e5_revision, args.index),)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.build:
             kind.build(args.corpus, args.index, *model, progress=sys.stderr.isatty())
@@ -310,5 +309,5 @@ def command_retriever(args: argparse.Namespace) -> int:
             print(f"retriever: {args.backend}, {len(index.corpus):,} passages, "
                   f"http://{args.host}:{server.server_address[1]}", flush=True)
             server.serve_forever()
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stopped:
+        return 128 + next(iter(stopped.args), signal.SIGINT)

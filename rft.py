@@ -22,9 +22,9 @@ Differs from the paper:
 Known limits at lr 1e-7, both of fp32 rounding: a weight with |w| > 2 does not move, and AdamW's decay does nothing.
 """
 
+import errno
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator
@@ -47,6 +47,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
+from rundir import UsageError, naming, sync
 
 if TYPE_CHECKING:
     from rollout import Sequence
@@ -86,7 +87,7 @@ class StepStats:
     grad_norm: float | None  # before clipping, mean over the updates
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UsageError):
     """A checkpoint that is incomplete, damaged or of another configuration; the message names the file or field."""
 
 
@@ -288,18 +289,23 @@ class Trainer:
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
-        self.model.save_pretrained(aside, state_dict=weights)
-        tokenizer.save_pretrained(aside)
-        save_file(moments, aside / "trainer.safetensors")
+        try:
+            self.model.save_pretrained(aside, state_dict=weights)
+            tokenizer.save_pretrained(aside)
+            save_file(moments, aside / "trainer.safetensors")
+        except Exception as error:  # safetensors and tokenizers have exceptions of their own for a full disk
+            raise OSError(errno.EIO, f"could not be written: {error}", str(folder)) from error
         files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
         record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
-        (aside / "trainer.json").write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
-        for path in [*(aside / f for f in files), aside / "trainer.json", aside]:
-            _fsync(path)
+        marker = aside / "trainer.json"
+        with naming(marker):
+            marker.write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
+            for path in [*(aside / f for f in files), marker, aside]:
+                sync(path)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
-        _fsync(folder.parent)
+        sync(folder.parent)
 
     def load(self, folder: str | Path) -> None:
         """Makes this trainer the one that was saved, bit for bit, by however many ranks. Rank 0 reads and hands out.
@@ -406,14 +412,18 @@ def read_checkpoint_record(folder: Path) -> dict:
         content = json.loads(marker.read_text())
         record = content["record"]
         intact = content["sha256"] == _sha256_json(record)
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{marker} is cut or changed")
     for name, sha256 in record["sha256"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
-        if _sha256(folder / name) != sha256:
+        try:
+            found = _sha256(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from None
+        if found != sha256:
             raise CheckpointError(f"{folder / name} is cut or changed: its sha256 is not the recorded one")
     return record
 
@@ -425,11 +435,3 @@ def _sha256(path: Path) -> str:
 
 def _sha256_json(record: dict) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """What a person sees of a run: lines, progress bars, and the tables at the end. The same lines go to log.txt."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,15 @@ LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "
                  "proposer calls", "proposer tokens", "proposer USD", "minutes")
 
 
+# what drives a terminal or changes the order in which text is shown, and half characters, which cannot be written
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Text of a model, a server or a stranger's file, as it can be written and shown; no secret is in it."""
+    return UNSAFE.sub("\ufffd", redact(text))
+
+
 class Screen:
     def __init__(self, quiet: bool = False):
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
@@ -24,10 +34,10 @@ class Screen:
 
     def say(self, text: str, style: str = "") -> None:
         """One line. `text` may hold a model's, a proposer's or a server's words: nothing in it is read as markup."""
-        text = redact(text)
+        text = plain(text)
         self.console.print(Text(text, style=style))
         if self.log_path:
-            with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
+            with open(self.log_path, "a", encoding="utf-8") as file:
                 file.write(text + "\n")
 
     @contextmanager
@@ -51,7 +61,7 @@ class Screen:
         self.console.print(f"money: {money_text(summary['usd'])}")
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:
-            self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
+            self.console.print(Syntax(plain(diff), "diff", theme="ansi_dark", background_color="default"))
         else:
             self.console.print("the final harness is h0")
         chosen = "the test split, as in the paper" if summary["select"] == "test" else "D_harness"

@@ -6,15 +6,18 @@
 import json
 import re
 import threading
+import time
 from urllib.parse import urlsplit
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from engine import EngineDied, ModelError
 from keys import check_url, read_key, redact, redact_bytes
 
 KEY = "WHALE_ENGINE_KEY"
 ANSWER_S = 60           # to answer, where the caller names no limit
+MAX_ANSWER_BYTES = 64 << 20
 N_SHOWN = 300           # characters of an answer in an error
 ADVICE = {401: f"set {KEY} to a key that it takes", 403: f"does the key in {KEY} allow this?",
           404: "is the URL the one before /chat/completions, and --model a name that it serves?"}
@@ -49,6 +52,16 @@ def read_urls(urls: str) -> list[str]:
     return list(dict.fromkeys(bases))
 
 
+def read_within(response: requests.Response, limit_s: float) -> bytes:
+    """The whole answer. ValueError if it is too long, or still comes when the time is up: a server may drip."""
+    content, give_up = bytearray(), time.monotonic() + limit_s
+    while part := response.raw.read1(1 << 16, decode_content=True):
+        content += part
+        if len(content) > MAX_ANSWER_BYTES or time.monotonic() > give_up:
+            raise ValueError("too much or too slow")
+    return bytes(content)
+
+
 class Client:
     """Calls servers, from many threads."""
 
@@ -67,14 +80,15 @@ class Client:
             self.local.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
         if re.search(r"/v\d", urlsplit(url).path):
             path = path.removeprefix("/v1")     # the URL ends in a version of its own: /v1beta/openai
+        limit_s = limit_s or ANSWER_S
         try:
-            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s or ANSWER_S),
-                                                  allow_redirects=False)
-            content = redact_bytes(response.content)        # some servers say the key in their answer
+            with self.local.session.request(method, url + path, json=body, timeout=(10, limit_s), stream=True,
+                                            allow_redirects=False) as response:
+                content = redact_bytes(read_within(response, limit_s))          # some servers say the key in it
             if response.status_code != 200:
                 raise self._failure(url + path, response, content.decode("utf-8", "replace"))
             answer = json.loads(content) if content else {}
-        except (requests.RequestException, ValueError, RecursionError) as error:
+        except (requests.RequestException, HTTPError, OSError, ValueError, RecursionError) as error:
             raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
         if not isinstance(answer, dict):
             raise ServerFailed(f"{url}{path} answered no JSON object")

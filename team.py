@@ -23,6 +23,7 @@ from rollout import Trace
 from rundir import UsageError
 from sandbox import Sandbox
 from server_engine import ServerEngine
+from stop import SIGNALS
 from tasks import Task
 from transformers_engine import TransformersEngine
 from vllm_engine import VllmEngine
@@ -146,7 +147,8 @@ def lead(cfg: Config, env, ranks: Ranks) -> Team:
 
 def follow(ranks: Ranks) -> None:
     """What every rank but 0 does: carries out orders until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # rank 0 says that it was stopped,
+    for number in SIGNALS:                              # rank 0 says that it was stopped,
+        signal.signal(number, signal.SIG_DFL)
     set_verbosity_error()                               # and what transformers thinks of the model
     begin = ranks.broadcast()
     if begin is None:                                   # rank 0 found nothing to share

@@ -27,7 +27,6 @@ import errno
 import json
 import math
 import os
-import resource
 import select
 import signal
 import struct
@@ -144,9 +143,7 @@ def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, pro
         if own_ids:                                     # else it would count all that this user runs
             limits["NPROC"] = job["n_processes"]
         for name, value in limits.items():
-            hard = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+            jail.set_limit(name, value)
         os.chdir(job["cwd"])
         jail.checked(jail.LIBC.prctl(jail.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if ruleset is not None:

@@ -31,25 +31,24 @@ import sched
 import team
 from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, PRESETS, Config, check_disk, check_schedule, code_version, describe_model, guarded_paths, identity_of,
-    least_search, least_weight_step, load_splits, n_steps, open_judge, pin_model, proposer_config, read_file,
-    rollout_budget, secret_paths)
+    ALTERNATING, N_SHOWN, PRESETS, Config, check_disk, check_schedule, code_version, describe_model, guarded_paths,
+    identity_of, least_search, least_weight_step, load_splits, n_steps, n_weights_of, open_judge, pin_model, plan_disk,
+    proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from candidates import Candidate, Outcome
 from harness_search import Search, SearchError
 from proposers import make_proposer
 from ranks import ALONE, Ranks
-from report import REFRESH_S, write_report
-from rft import StepStats
+from report import REFRESH_S, report_mark, write_report
+from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
-from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
+from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
 
 UNBOUNDED = 1 << 62         # training rollouts
-N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -114,11 +113,14 @@ class Run:
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
-        check_disk(cfg)
+        check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
         self.cfg = cfg = pin_model(cfg)
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
-        self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
+        self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
+        self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
+        if harness := self.state.harness:
+            self.harness = Candidate(**{**harness, "mechanisms": tuple(harness["mechanisms"])})
         if not self.state.complete:
             self._load_parts()
 
@@ -148,12 +150,11 @@ class Run:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
         self.tell_notes()
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
-        self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
-        if state.harness:
-            self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if state.weight_step:
             self.team.load(self.dir.weights_dir(state.weight_step))             # step n + 1 starts from step n
             self.team.serve_weights()
+        n_weights = sum(p.numel() for p in self.trainer.model.parameters()) if self.trainer else 0
+        self.say(check_disk(cfg, plan_disk(cfg, n_weights, *self.sizes, len(self.test))))
         if cfg.method != "weight":
             self.say(describe(plan_search(cfg, *self.sizes, len(self.test)), cfg))
         if self.dir.resumed:
@@ -471,6 +472,14 @@ class Run:
         self.dir.close()
         if self.state.evals and not self.state.complete:                        # stopped: the page says so
             self._show()
+
+    def show_again(self) -> None:
+        """Of a complete run: writes again what it was killed before, or what is damaged."""
+        page, harness = self.dir.path / "report.html", self.dir.path / "final_harness.py"
+        if not harness.exists() or read_text(harness) != self.harness.source:
+            write_atomically(harness, self.harness.source)
+        if not page.exists() or report_mark(self.dir.path) not in read_text(page):
+            write_report(self.dir.path)
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)

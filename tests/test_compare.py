@@ -14,7 +14,7 @@ import pytest
 import arms
 import compare
 from rundir import UsageError
-from small import SMALL, call, start
+from small import SMALL, call, edit, start
 from stats import bootstrap_ci, paired_ci
 
 FLAGS = ["compare", "math", *SMALL, "--methods", "whale,weight", "--seeds", "2"]
@@ -126,8 +126,7 @@ def test_what_is_finished_is_shown_while_the_rest_is_missing(done, tmp_path):
     folder = Path(shutil.copytree(done, tmp_path / "compare-math"))
 
     def stop(name: str) -> None:
-        state = folder / "arms" / name / "state.json"
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
+        edit(folder / "arms" / name / "state.json", complete=False)
 
     stop("weight-seed4")
     code, output = call("report", folder)

@@ -16,8 +16,8 @@ import pytest
 import transformers_engine
 from engine import EngineDied, untied_weights
 from envs import MathEnv
-from config import ROOT, Config, UsageError, check_disk
-from small import DATA, SMALL, call, call_json, rows, start
+from config import ROOT, Config, UsageError, check_disk, n_weights_of, plan_disk
+from small import DATA, SMALL, call, call_json, edit, rows, start
 from whale import Run, sample_tasks
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_run_leaves_what_the_design_says(whole):
                 "accepted", "final_harness", "sandbox", "version"):
         assert key in summary
     assert (whole / summary["final_harness"]).is_file()
-    assert {path.name for path in whole.glob("weights/*")} == {"step_000002"}
+    assert {path.name for path in whole.glob("weights/*")} == {"step_000000", "step_000001", "step_000002"}
     kinds = [row["kind"] for row in rows(whole)]
     assert kinds[0] == "eval" and kinds.count("weight_step") == 2 and kinds.count("iteration") == 2 and kinds.count("eval") == 3
     assert (whole / "harness/cycle_01/accepted.txt").read_text().strip() == summary["accepted"][0]["name"]
@@ -304,19 +304,22 @@ def test_a_corrupt_model_folder(tmp_path):
 def test_no_disk_space(monkeypatch, tmp_path):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50 << 20))
+    cfg = Config("math", model=str(ROOT / "embedded" / "model"), out=str(tmp_path / "new" / "folder"))
     with pytest.raises(UsageError, match="50 MiB free.*--out"):
-        check_disk(Config("math", model=str(ROOT / "embedded" / "model"), out=str(tmp_path / "new" / "folder")))
+        check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), 2048, 256, 60))
 
 
 def test_a_cut_checkpoint_is_named(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "whole")
     folder = tmp_path / "whole"
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"complete": False}))
-    weights = folder / "weights/step_000002/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+    edit(folder / "state.json", complete=False)
+    shutil.rmtree(folder / "weights/step_000000")           # of the base model: the last that a run can go back to
+    for weights in folder.glob("weights/*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     code, output = call("math", *SMALL, "--out", tmp_path, "--name", "whole")
-    assert code == 1 and "model.safetensors" in output and "Traceback" not in output
+    assert code == 2 and output.count("model.safetensors") == 2 and "--name" in output and "Traceback" not in output
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
