@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -182,7 +183,7 @@ def naming_the_model(model: str | Path | Model) -> Iterator[None]:
     """What transformers and safetensors raise for a missing, cut or foreign model, as one error that names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, ModelError):
             raise
         if "custom code" in str(error):

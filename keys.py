@@ -13,7 +13,8 @@ SECURITY.md says what is promised; tests/test_secrets.py tries it.
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import quote, urlsplit
 
 HTTPS = "https"                         # to be named in --waive, where keys may go to other machines in the clear
@@ -50,6 +51,18 @@ def redact_bytes(said: bytes) -> bytes:
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """What a process may see that needs no key."""
     return {name: value for name, value in environment.items() if not NAMES.search(name) and not USER.search(value)}
+
+
+@contextmanager
+def hidden_secrets() -> Iterator[None]:
+    """For a library that starts programs of its own accord."""
+    before = dict(os.environ)
+    try:
+        for name in before.keys() - without_secrets(before).keys():
+            del os.environ[name]
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def read_key(name: str) -> str:

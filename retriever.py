@@ -74,10 +74,10 @@ def load_tokenizer(name: str):
     try:
         if tokenizer := find_tokenizer(name):           # nothing is downloaded for a client
             return tokenizer
-        why = "is not on this machine"
+        why = "it is not on this machine"
     except (OSError, ValueError) as error:
-        why = f"cannot be loaded: {error}"
-    raise RetrieverError(f"'tokenizer_name' {name!r}: {why}")
+        why = error
+    raise RetrieverError(f"'tokenizer_name' {name!r}: cannot be loaded: {why}")
 
 
 def cut_text(text: str, n_tok: int, tokenizer=None) -> str:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -331,7 +332,11 @@ class Trainer:
         if changed:
             raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
         saved = Model(str(folder), trust_remote_code=self.trust_remote_code)
-        return record["version"], untied_weights(load_model(saved)), load_file(folder / "trainer.safetensors")
+        try:
+            moments = load_file(folder / "trainer.safetensors")
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / 'trainer.safetensors'} holds no tensors: {error}") from None
+        return record["version"], untied_weights(load_model(saved)), moments
 
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whole tensors in rank 0's main memory, one after the other; {} on other ranks, which must take part."""

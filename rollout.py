@@ -414,7 +414,8 @@ class Batch:
             return self._end(program, "ok", f"limit of {self.cfg.max_assistant_tok} assistant tokens")
         try:
             text, ids = self.prompter.prompt(request, live.text, live.ids)
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                RecursionError) as error:               # the template is the model's, whatever that does
             return self._end(program, "error", f"the chat template refused the messages: {error}")
         if not ids:
             return self._end(program, "error", "an empty prompt")

@@ -198,8 +198,12 @@ class Bm25Index(Index):
         else:
             import bm25s
             check_index(Path(index_dir), describe(corpus_path, cls.backend))
-            offsets = np.memmap(Path(index_dir) / "offsets", np.int64, "r")
-            bm25 = bm25s.BM25.load(index_dir, mmap=True, show_progress=False)
+            try:
+                offsets = np.memmap(Path(index_dir) / "offsets", np.int64, "r")
+                bm25 = bm25s.BM25.load(index_dir, mmap=True, show_progress=False, allow_pickle=False)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise RetrieverError(f"--index {index_dir}: is damaged ({type(error).__name__}: {error}); remove it "
+                                     "and --build") from None
         return cls(Corpus(corpus_path, offsets), bm25)
 
     def rank(self, queries: list[str], topk: int) -> list[Hits]:
@@ -259,14 +263,16 @@ class Encoder:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        from engine import Model, is_hub_name, locate
+        from engine import Model, ModelError, is_hub_name, locate, naming_the_model
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype, self.batch_rows = (torch.float16, 256) if self.device == "cuda" else (torch.float32, 32)
         try:
-            where = locate(Model(*name.split("@", 1)) if is_hub_name(name) else name)
-            self.tokenizer = AutoTokenizer.from_pretrained(**where)
-            self.model = AutoModel.from_pretrained(**where, dtype=dtype, use_safetensors=True).eval().to(self.device)
-        except (OSError, ValueError) as error:
+            with naming_the_model(name):
+                where = locate(Model(*name.split("@", 1)) if is_hub_name(name) else name)
+                self.tokenizer = AutoTokenizer.from_pretrained(**where)
+                model = AutoModel.from_pretrained(**where, dtype=dtype, use_safetensors=True)
+            self.model = model.eval().to(self.device)
+        except ModelError as error:
             raise RetrieverError(f"--e5-model {name}: cannot be loaded: {error}") from None
         self.n_dims = self.model.config.hidden_size
         self.max_tok = min(MAX_TOK, self.model.config.max_position_embeddings)
