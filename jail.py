@@ -462,7 +462,8 @@ class Child:
     head: bytearray = field(default_factory=bytearray)      # first and last bytes of its output, each at most half of
     tail: bytearray = field(default_factory=bytearray)      # what `output_chars` can be in UTF-8
     n_bytes: int = 0
-    why: str = ""                   # why we killed it
+    is_late: bool = False           # we killed it for its time, if it had not ended by then
+    why: str = ""                   # why else we killed it
 
 
 def fork_to_order(jail: Jail, orders: socket.socket) -> None:
@@ -550,8 +551,8 @@ class Helper:
                 if child.channel in ready:
                     self.read_output(child)
                 if time.monotonic() >= child.deadline:
-                    child.deadline = math.inf
-                    self.kill(child, f"time limit of {child.limits.seconds:g} s reached")
+                    child.deadline, child.is_late = math.inf, True
+                    os.kill(child.pid, signal.SIGKILL)
             while self.queue and len(self.snippets) < self.max_jobs:
                 self.start_snippet(*self.queue.popleft())
         for pid in [*self.workers.values(), *(child.pid for child in self.snippets)]:
@@ -608,10 +609,11 @@ class Helper:
         """Its channel is closed: it is dead, or can tell us nothing any more. Reap it and answer."""
         self.snippets.remove(child)
         child.channel.sock.close()
+        child.deadline = math.inf                   # from here on its pid may be another's
         code, cpu_s = self.end(child.pid)
         status = ("infra" if not child.is_trusted else "killed" if child.why else "ok" if code == 0
                   else "error" if code == EXIT_RAISED else "killed")
-        why = child.why or cause_of_death(code, child.limits, cpu_s)
+        why = child.why or cause_of_death(code, child.limits, math.inf if child.is_late else cpu_s)
         self.tell({"job": child.job, "status": status, "why": why, "n_bytes": child.n_bytes}, child.head + child.tail)
 
 

@@ -72,13 +72,16 @@ class Sandbox:
         env = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         if "LD_LIBRARY_PATH" in os.environ:             # some interpreters find their own library only by it
             env["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(           # -S -s: no site-packages
-                [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
-                 *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
-                env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True)                 # Ctrl-C is for the host
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(       # -S -s: no site-packages
+                    [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
+                     *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
+                    env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    start_new_session=True)             # Ctrl-C is for the host
+        except OSError as error:                        # no /dev/null, no descriptor or no process left for us
+            raise SandboxUnavailable(f"the sandbox's helper process cannot be started: {error}") from None
         self._control, self._n_spawned = Channel(ours), self._n_spawned + 1
         if (answer := self._await("report")) is None:
             raise SandboxUnavailable("the sandbox's helper process did not start; its error is above")
