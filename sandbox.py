@@ -91,7 +91,7 @@ class Sandbox:
             self._lose_helper()
             raise SandboxUnavailable(
                 "; ".join(f"sandbox layer {name} is missing here: {why}" for name, why in refused.items())
-                + f". To run untrusted code without: {' '.join(f'--waive {name}' for name in refused)}")
+                + f". To run untrusted code without: --waive {','.join([*self.waive, *refused])}")
         return {"on": report["on"], "off": report["off"], "waived": [name for name in self.waive if name in missing]}
 
     def _lose_helper(self) -> None:

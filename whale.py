@@ -44,6 +44,7 @@ from report import REFRESH_S, write_report
 from rft import StepStats
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
+from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
@@ -115,6 +116,8 @@ class Run:
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg)
+        if not cfg.run_dir.exists():
+            Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
         self.state, self.say = self.dir.state, self.dir.screen.say

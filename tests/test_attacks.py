@@ -25,6 +25,7 @@ from sandbox import Limits, Programs, Sandbox
 from tasks import Task
 from test_rollout import CFG, Scripted, call_text
 from attack_host import HARNESS
+from small import DATA
 from test_sandbox import tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,8 +221,13 @@ CHANNEL = {         # its own channel is the sandbox's: descriptors 0 to 2
     "splice": "call(275, 76, -1, 0, -1, 0, 0, 0); call(276, 77, -1, -1, 0, 0); call(278, 75, -1, 0, 0, 0)",
     "sendfile": "call(40, 71, -1, -1, 0, 0); call(326, 285, -1, 0, -1, 0, 0, 0)",
 }
+LIMITS = {
+    "memory": "try: x = bytearray(400 << 20); print('BREACH')\nexcept MemoryError: 0",
+    "descriptors": "import itertools\nfds = []\ntry:\n  for _ in range(99): fds.append(os.dup(1))\n  print('BREACH')\n"
+                   "finally:\n  for fd in fds: os.close(fd)",
+}
 ATTACKS = {"reading": READING, "/proc": PROC, "writing": WRITING, "network": NETWORK, "processes": PROCESSES,
-           "powers": POWERS, "channel": CHANNEL}
+           "powers": POWERS, "channel": CHANNEL, "limits": LIMITS}
 EVERY = {f"{kind}: {name}": PRELUDE + code for kind, attacks in ATTACKS.items() for name, code in attacks.items()}
 # What can be tried only inside, and must get nothing there.
 LISTED = {int(row.split()[1 if MACHINE == "x86_64" else 2].replace("-", "-1"))
@@ -586,3 +592,63 @@ def test_a_hostile_snippet_is_an_output_and_no_more(box, calm, snippet):
 
 # --- a layer that is missing ---
 
+MATTERS = {         # what gets through where a layer is missing and all others are there
+    "rlimits": {"limits: memory", "limits: descriptors"},
+    "no_new_privs": set(),
+    "landlock": {"reading: a file of the system", "reading: the answers", "/proc: maps", "reading: by importing"},
+    "closed_fds": {"inside: inherited descriptors"},
+    "no_caps": set(),
+    "seccomp": {"network: unix socket", "powers: user", "channel: send", "writing: mode", "/proc: its own program"},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_missing_layer_is_refused_or_waived_by_name(layer):
+    refused = run_host({}, f"without:{layer}")["refused"]
+    waive = refused.rpartition("--waive ")[2].split(",")
+    assert waive == ([layer] if layer != "no_new_privs" else [layer, "seccomp"])        # which needs it
+    assert all(f"layer {name} is missing here: " in refused for name in waive)
+    answer = run_host(INSIDE | EVERY, f"without:{layer}", waive=waive)
+    assert answer["layers"]["waived"] == waive and "Function not implemented" in answer["layers"]["off"][layer]
+    assert set(answer["layers"]["on"]) >= set(LAYERS) - set(waive)
+    assert MATTERS[layer] <= breaches(answer, "tool").keys()
+    assert answer["after"] == ["ok", "42\n"] and not answer["children"]
+
+
+RUN = "import sys; from attack_host import without; without('landlock'); import cli; sys.exit(cli.main(sys.argv[1:]))"
+LITTLE = ["--method", "weight", "--epochs", "0.025", "--prompt-batch", "8", "--cycles", "1", "--n-eval", "1",
+          "--train", f"{DATA}/train.jsonl[:320]", "--harness-set", f"{DATA}/harness.jsonl[:8]", "--test",
+          f"{DATA}/test.jsonl[:8]", "--name", "run"]
+
+
+def test_a_run_without_a_layer_is_refused_or_says_so_everywhere(tmp_path):
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HOST.parent}"}
+    command = [sys.executable, "-c", RUN, "math", *LITTLE, "--out", str(tmp_path)]
+    refused = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "layer landlock is missing here" in refused.stderr and "--waive landlock" in refused.stderr
+    assert not (tmp_path / "run").exists()              # so the same command with the waiver is taken
+    waived = subprocess.run([*command, "--waive", "landlock"], env=env, capture_output=True, text=True, timeout=300)
+    assert waived.returncode == 0, waived.stderr
+    assert "landlock WAIVED" in waived.stdout and "landlock WAIVED" in (tmp_path / "run/log.txt").read_text()
+    layers = json.loads((tmp_path / "run/summary.json").read_text())["sandbox"]
+    assert layers["waived"] == ["landlock"] and "landlock" not in layers["on"] and layers["off"]["landlock"]
+    assert "Sandbox layers waived: landlock." in (tmp_path / "run/report.html").read_text()
+
+
+def print_layers() -> None:
+    """The table of SECURITY.md: attacks of each class that get through, by the layer that is missing."""
+    missing = {"none": run_host(INSIDE | EVERY)}
+    missing |= {layer: run_host(INSIDE | EVERY, f"without:{layer}", waive=LAYERS) for layer in LAYERS}
+    missing |= {"namespaces": run_host(INSIDE | EVERY, "container"), "all": run_host(EVERY, "outside")}
+    through = {name: [attack for attack, (_, output) in answer.get("tool", answer).items() if attack in INSIDE | EVERY
+                      and "BREACH" in output] if name != "all" else [a for a in EVERY if "BREACH" in answer[a][1]]
+               for name, answer in missing.items()}
+    print("| attacks | " + " | ".join(missing) + " |\n|---" * (len(missing) + 1) + "|")
+    for kind, attacks in (ATTACKS | {"inside": INSIDE}).items():
+        print(f"| {kind} ({len(attacks)}) | " + " | ".join(
+            str(sum(name.startswith(f"{kind}: ") for name in names)) for names in through.values()) + " |")
+
+
+if __name__ == "__main__":
+    print_layers()
