@@ -52,7 +52,7 @@ from retriever import RetrieverDown
 from rollout import InfraError
 from rundir import UsageError
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
-from screen import Screen
+from screen import Screen, printable
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
@@ -266,9 +266,10 @@ def show(args: argparse.Namespace, result: dict) -> None:
         return
     for key, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            print(f"{key}:", *("  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value), sep="\n")
+            rows = ["  " + "  ".join(f"{k}={v}" for k, v in row.items()) for row in value]
+            print(printable("\n".join([f"{key}:", *rows])))
         else:
-            print(f"{key}: {value}")
+            print(printable(f"{key}: {value}"))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -345,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
     except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
-        print(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}", file=sys.stderr)
+        print(printable(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt:
         print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)

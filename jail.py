@@ -48,7 +48,8 @@ PRELOAD = "cmath datetime decimal fractions functools heapq itertools re statist
 
 MAX_CODE_BYTES = 1 << 16            # of a snippet; fits into a socket's buffer, so handing it over never blocks
 MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
-MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON
+MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON; the model's context is a tighter bound
+MAX_TOOL_REQUEST_BYTES = 1 << 17    # of one that is not for the model: the host keeps them all
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
@@ -387,9 +388,8 @@ class HarnessProgram:
             if not (problem := harness_api.check_request(request)):
                 self.request = request
                 event = to_json({"id": program_id, "kind": "request", "request": request}, allow_nan=False)
-                if len(event) <= MAX_REQUEST_BYTES:
+                if not (problem := check_size(request, event)):
                     return event
-                problem = f"a request is at most {MAX_REQUEST_BYTES} bytes of JSON"
             self.is_over = True
             self.generator.close()
             return to_json({"id": program_id, "kind": "error", "message": problem})
@@ -400,6 +400,12 @@ class HarnessProgram:
             return to_json({"id": program_id, "kind": "error", "message": describe(error)})
         finally:
             self.random_state = random.getstate()
+
+
+def check_size(request: dict, as_json: bytes) -> str:
+    """What is wrong with a request's size; "" when nothing is."""
+    most = MAX_REQUEST_BYTES if request["type"] == "generate" else MAX_TOOL_REQUEST_BYTES
+    return "" if len(as_json) <= most else f"a request of this kind is at most {most} bytes of JSON"
 
 
 def describe(error: BaseException) -> str:
@@ -481,6 +487,7 @@ def fork_to_order(jail: Jail, orders: socket.socket) -> None:
                 if answer == 0:
                     try:
                         die_with(me)
+                        orders.close()
                         {"snippet": snippet_child, "worker": worker_child}[name](jail, descriptor, *args)
                     finally:
                         os._exit(EXIT_BROKEN)

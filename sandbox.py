@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, cut_frames,
-    readable, split_message, to_json)
+    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, check_size,
+    cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -253,7 +253,7 @@ class Worker:
     channel: Channel
     pending: deque[Program] = field(default_factory=deque)      # whose answers are due, in the order of their frames
     n_answers: int = 0
-    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was found silent
+    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was first found late
 
 
 class Programs:
@@ -296,14 +296,15 @@ class Programs:
         program = self._programs[program_id]
         if program.event is None:
             self.flush()
+        next_check = time.monotonic() + self.limits.seconds / 2
         while program.event is None:
             workers = {worker.channel: worker for worker in self._workers if worker}
-            ready = readable(workers, self.limits.seconds / 2)
-            for channel in ready:
+            for channel in readable(workers, max(0, next_check - time.monotonic())):
                 if self._workers[workers[channel].slot] is workers[channel]:    # else it was ended a moment ago
                     self._read(workers[channel])
-            if not ready:
+            if program.event is None and time.monotonic() >= next_check:        # whatever trickles in meanwhile
                 self._check_time(self._workers[program_id % len(self._workers)])
+                next_check = time.monotonic() + self.limits.seconds / 2
         event, program.event = program.event, None
         if event.kind != "request":
             del self._programs[program_id]
@@ -352,7 +353,7 @@ class Programs:
             self._bury(worker, f"it wrote to the sandbox's own channel: {error!r:.200}")
 
     def _check_time(self, worker: Worker) -> None:
-        """The worker was silent for a while: end it if its exchange has had its time."""
+        """The worker owes an answer for a while: end it if its exchange has had its time."""
         answer, now = self.sandbox.ask_worker("cpu", worker.job), time.monotonic()
         if answer is None:
             self._bury(worker, "")
@@ -399,7 +400,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
 
-    message = json.loads(payload, parse_constant=refuse)
+    message = json.loads(payload.decode(), parse_constant=refuse)      # by itself it would take UTF-16, and surrogates
     if not isinstance(message, dict) or type(message.get("id")) is not int:
         raise ValueError("no program id")
     if b"\\ud" in payload or b"\\uD" in payload:
@@ -407,7 +408,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     kind, request, words = message.get("kind"), message.get("request"), message.get("message", "")
     if not isinstance(words, str) or kind not in ("request", "done", "error"):
         raise ValueError("no event")
-    if kind == "request" and (problem := harness_api.check_request(request)):
+    if kind == "request" and (problem := harness_api.check_request(request) or check_size(request, payload)):
         raise ValueError(problem)
     return message["id"], Event(kind, request if kind == "request" else None, words[:1000])
 

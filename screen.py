@@ -1,6 +1,7 @@
 """What a person sees of a run: lines, progress bars, and the tables at the end. The same lines go to log.txt."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,20 @@ LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "
                  "proposer calls", "proposer tokens", "proposer USD", "minutes")
 
 
+def printable(text: str) -> str:
+    """What commands a terminal, turns the direction of writing, or is no character, is shown and not obeyed."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
+                  lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 class Screen:
     def __init__(self, quiet: bool = False):
         self.console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         self.log_path: Path | None = None
 
     def say(self, text: str, style: str = "") -> None:
-        """One line. `text` may hold a model's or a proposer's words, so nothing in it is read as markup."""
+        """One line. `text` may hold a model's or a proposer's words, so nothing in it is markup, or a command."""
+        text = printable(text)
         self.console.print(Text(text, style=style))
         if self.log_path:
             with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
@@ -49,7 +57,7 @@ class Screen:
         self.console.print(f"money: {money_text(summary['usd'])}")
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:
-            self.console.print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
+            self.console.print(Syntax(printable(diff), "diff", theme="ansi_dark", background_color="default"))
         else:
             self.console.print("the final harness is h0")
         chosen = "the test split, as in the paper" if summary["select"] == "test" else "D_harness"

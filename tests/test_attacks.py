@@ -18,14 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from envs import MathEnv
-from jail import LAYERS, MACHINE, SYSCALLS
-from rollout import run
-from sandbox import Limits, Programs, Sandbox
-from tasks import Task
-from test_rollout import CFG, Scripted, call_text
+import cli
 from attack_host import HARNESS
+from engine import load_tokenizer
+from envs import MathEnv
+from harness_api import PYTHON
+from jail import LAYERS, MACHINE, SYSCALLS
+from lint import parse_harness
+from rollout import Prompter, run
+from sandbox import Limits, Programs, Sandbox
+from screen import Screen
 from small import DATA
+from tasks import Task
+from test_rollout import CFG, MODEL, Scripted, call_text
 from test_sandbox import tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -499,6 +504,30 @@ def test_a_helper_that_wakes_after_the_deadline_of_a_child_that_has_ended_goes_o
     assert box.python("print(1)", Limits()).status == "ok" and box._n_spawned == 1
 
 
+TRICKLE = """
+import os, time
+def run(task):
+    if task["question"] == "trickle":
+        os.write(0, (1 << 20).to_bytes(4, "little"))
+        while True:
+            os.write(0, b" ")
+            time.sleep(0.01)
+    time.sleep(9999)
+    yield
+"""
+
+
+def test_a_worker_that_is_never_silent_is_ended_in_time(box):
+    """Nor does it keep the host from another that is."""
+    programs = Programs(box, TRICKLE, Limits(0.2), 2)
+    for number, question in ((1, "trickle"), (2, "sleep")):
+        programs.start(number, {"question": question}, 0)
+    for number in (2, 1):
+        event = programs.wait(number)
+        assert event.kind == "killed" and "time limit of 0.2 s" in event.message
+    programs.close()
+
+
 # --- whole rollouts, with a model and with a harness that are hostile ---
 
 HOSTILE = """
@@ -590,6 +619,47 @@ def test_a_hostile_snippet_is_an_output_and_no_more(box, calm, snippet):
     assert {(trace.status, trace.reward) for trace in hostile} == {("ok", 1.0)}         # the model answered all the same
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", "<\uff5cUser\uff5c>", '<|"|>', "<\\\\s>"])
+def test_no_text_opens_a_turn_however_the_models_tokens_are_spelled(token):
+    """In JSON a quote, a backslash and what is not ASCII are written otherwise."""
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<\uff5cUser\uff5c>", '<|"|>', "<\\\\s>"]})
+    prompter, number = Prompter(tokenizer), tokenizer.convert_tokens_to_ids(token)
+
+    def count(text):
+        tool = {"type": "function", "function": PYTHON["function"] | {"name": text, "description": text}}
+        turns = [{"role": "user", "content": text}, {"role": "tool", "name": text, "content": text}]
+        return prompter.prompt({"messages": turns, "tools": [tool]}, "", ())[1].count(number)
+
+    assert tokenizer(token, add_special_tokens=False).input_ids == [number] and count(token) == count("word")
+
+
+def test_long_prompts_are_not_kept(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Prompter, "_encode", lambda self, text: asked.append(text) or (1,))
+    prompter = Prompter(load_tokenizer(MODEL))
+    for text in ("short", "short", "long" * 20_000, "long" * 20_000):
+        prompter.prompt({"messages": [{"role": "user", "content": text}]}, "", ())
+    assert [len(text) > 10_000 for text in asked] == [False, True, True]
+
+
+def test_a_terminal_obeys_no_text_of_a_harness(tmp_path, capsys):
+    """Neither on the screen nor when a log is shown."""
+    hostile = "\x1b]0;title\x07 \x1b[2J \x9b31m \u202e \ud800 \r \0"
+    screen = Screen()
+    screen.log_path = tmp_path / "log.txt"
+    screen.say(hostile)
+    (tmp_path / "snippet.py").write_text("print('\\x1b[2J\\u202e\\r')")
+    assert cli.main(["sandbox", str(tmp_path / "snippet.py")]) == 0
+    assert cli.main(["check-harness", "math", str(tmp_path / "\x1b[2J.py")]) != 0
+    seen = (tmp_path / "log.txt").read_text() + "".join(capsys.readouterr())
+    assert "\\x1b[2J" in seen and "\\u202e" in seen and not set(seen) & set("\x1b\x07\x9b\u202e\r\0")
+
+
+def test_a_harness_that_is_no_text_is_refused():
+    assert "does not parse" in parse_harness("SYSTEM_PROMPT = '\ud800'")[1]
+
+
 # --- a layer that is missing ---
 
 MATTERS = {         # what gets through where a layer is missing and all others are there
@@ -615,7 +685,14 @@ def test_a_missing_layer_is_refused_or_waived_by_name(layer):
     assert answer["after"] == ["ok", "42\n"] and not answer["children"]
 
 
-RUN = "import sys; from attack_host import without; without('landlock'); import cli; sys.exit(cli.main(sys.argv[1:]))"
+RUN = """
+import sys
+from attack_host import without
+without("landlock")
+import cli
+print("refused with", cli.main(sys.argv[1:]), flush=True)
+sys.exit(cli.main([*sys.argv[1:], "--waive", "landlock"]))
+"""
 LITTLE = ["--method", "weight", "--epochs", "0.025", "--prompt-batch", "8", "--cycles", "1", "--n-eval", "1",
           "--train", f"{DATA}/train.jsonl[:320]", "--harness-set", f"{DATA}/harness.jsonl[:8]", "--test",
           f"{DATA}/test.jsonl[:8]", "--name", "run"]
@@ -624,13 +701,11 @@ LITTLE = ["--method", "weight", "--epochs", "0.025", "--prompt-batch", "8", "--c
 def test_a_run_without_a_layer_is_refused_or_says_so_everywhere(tmp_path):
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HOST.parent}"}
     command = [sys.executable, "-c", RUN, "math", *LITTLE, "--out", str(tmp_path)]
-    refused = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "layer landlock is missing here" in refused.stderr and "--waive landlock" in refused.stderr
-    assert not (tmp_path / "run").exists()              # so the same command with the waiver is taken
-    waived = subprocess.run([*command, "--waive", "landlock"], env=env, capture_output=True, text=True, timeout=300)
-    assert waived.returncode == 0, waived.stderr
-    assert "landlock WAIVED" in waived.stdout and "landlock WAIVED" in (tmp_path / "run/log.txt").read_text()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.startswith("refused with 1\n")       # and leaves no folder: the same name is then taken
+    assert "layer landlock is missing here" in done.stderr and "--waive landlock" in done.stderr
+    assert "landlock WAIVED" in done.stdout and "landlock WAIVED" in (tmp_path / "run/log.txt").read_text()
     layers = json.loads((tmp_path / "run/summary.json").read_text())["sandbox"]
     assert layers["waived"] == ["landlock"] and "landlock" not in layers["on"] and layers["off"]["landlock"]
     assert "Sandbox layers waived: landlock." in (tmp_path / "run/report.html").read_text()
