@@ -437,6 +437,9 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
                     broken = describe(error)
                 continue
             program_id = frame["id"]
+            if "over" in frame:                         # by a limit of the host's; there is no answer to this
+                programs.pop(program_id, None)
+                continue
             if "task" in frame and not broken:
                 programs[program_id] = HarnessProgram(code, frame["seed"])
             if program_id in programs:
@@ -532,8 +535,8 @@ class Helper:
         try:
             socket.send_fds(self.orders, [json.dumps(order).encode()], descriptors)
             return json.loads(self.orders.recv(1024))
-        except (OSError, ValueError):
-            sys.exit("the sandbox cannot make another process")     # the forker is dead, and so are its children
+        except ValueError:                                  # nothing: it is dead, and so are its children
+            raise OSError("it cannot make another process") from None
 
     def fork(self, channel: socket.socket, *order) -> int:
         with channel:
@@ -691,4 +694,8 @@ def helper_main(control_fd: int, host_pid: int, max_jobs: int) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--helper"]:
-    helper_main(*map(int, sys.argv[2:]))
+    try:
+        helper_main(*map(int, sys.argv[2:]))
+    except OSError as caught:               # no process or no descriptor is left for us; said before our sockets close
+        os.write(2, f"the sandbox's helper process: {caught}\n".encode())
+        os._exit(EXIT_BROKEN)

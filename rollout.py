@@ -461,6 +461,7 @@ class Batch:
         live = self.live.pop(program)
         trace = live.trace
         self.engine.release((program, len(trace.calls) - 1))
+        self.programs.drop(program)
         trace.status, trace.end = status, why
         if status == "ok":
             reply = trace.last_reply

@@ -146,6 +146,8 @@ def enter(setting: str, world: World) -> None:
                 without(layer)
             case ["bare", *folders]:
                 without_folders(*folders)
+            case ["processes", n]:
+                resource.setrlimit(resource.RLIMIT_NPROC, (int(n), int(n)))
             case ["environment"]:
                 with_hostile_environment(world)
             case ["limits"]:

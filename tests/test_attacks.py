@@ -2,7 +2,7 @@
 ordinary user, with namespaces and in a container without them, and in surroundings that are out of order.
 
 An attack prints BREACH where it gets through. That it can is shown by running the same text outside the sandbox.
-attack_host.py runs them; `python tests/test_attacks.py` prints which attack gets through without which layer.
+attack_host.py runs them; `PYTHONPATH=. python tests/test_attacks.py` prints what gets through without which layer.
 """
 
 import json
@@ -257,14 +257,18 @@ def ordinary_python() -> str:
     pytest.skip("no interpreter that an ordinary user may run")
 
 
-def run_host(attacks: dict[str, str], setting: str = "", user: int | None = None, **job) -> dict:
-    """attack_host.py in a process of its own."""
+def run_host(attacks: dict[str, str], setting: str = "", user: int | None = None, abi: int | None = None, **job) -> dict:
+    """attack_host.py in a process of its own. abi: Landlock's, of an older kernel."""
     if user is not None and os.geteuid():
         pytest.skip("not root: the same was done as an ordinary user")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         for path in (ROOT / "sandbox.py", ROOT / "jail.py", ROOT / "harness_api.py", HOST):
             os.chmod(shutil.copy(path, folder), 0o644)
+        if abi:
+            asked, inner = "abi = syscall(LANDLOCK_CREATE, None, 0, 1)", Path(folder, "jail.py")
+            assert asked in inner.read_text()
+            inner.write_text(inner.read_text().replace(asked, f"abi = {abi}"))
         run = subprocess.run([sys.executable if user is None else ordinary_python(), "-B", f"{folder}/{HOST.name}"],
                              input=json.dumps({"attacks": attacks, "setting": setting} | job), text=True, cwd="/",
                              capture_output=True, env={"API_KEY": CANARY}, user=user, group=user, timeout=300,
@@ -295,6 +299,20 @@ def test_attacks_are_contained(setting, user):
     assert set(LAYERS) <= set(answer["layers"]["on"]) and not answer["layers"]["waived"]
     if "container" in setting or "bare" in setting:
         assert "namespaces" in answer["layers"]["off"]
+
+
+@pytest.mark.parametrize("abi", [1, 3, 5])
+def test_attacks_are_contained_by_an_older_landlock(abi):
+    """Without truncation (1), without TCP (3), without signals and abstract sockets (5)."""
+    answer = run_host(INSIDE | EVERY, "container", abi=abi)
+    assert not breaches(answer, "tool") and not breaches(answer, "harness") and set(LAYERS) <= set(answer["layers"]["on"])
+    assert_calm(answer)
+
+
+@pytest.mark.parametrize("n_processes", [1, 2, 3, 4, 5, 9])
+def test_where_there_are_few_processes_it_works_or_says_so(n_processes):
+    answer = run_host({"sum": "print(6 * 7)"}, f"processes:{n_processes}", NOBODY if os.geteuid() == 0 else None)
+    assert "helper process" in answer.get("refused", "") or answer["tool"]["sum"] == ["ok", "42\n"]
 
 
 def assert_calm(answer):

@@ -173,7 +173,7 @@ def busy_sandbox():
     programs = Programs(sandbox, "def run(task):\n    import time; time.sleep(999)\n    yield", Limits())
     programs.start(1, {}, 0)
     give_up = time.monotonic() + 10
-    while len(tree(sandbox._process.pid)) < 4 and time.monotonic() < give_up:
+    while len(tree(sandbox._process.pid)) < 5 and time.monotonic() < give_up:
         time.sleep(0.01)
     return sandbox, programs, tree(sandbox._process.pid)
 
@@ -199,7 +199,7 @@ def test_a_dead_host_leaves_no_process(how):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("which", [0, 1])       # with namespaces: the outer process and process 1 inside
+@pytest.mark.parametrize("which", [0, 1, 2])    # with namespaces: the outer process, process 1 inside, and the forker
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_helper_is_infra_and_is_replaced(monkeypatch, how, which):
     monkeypatch.setattr(sandbox_module, "SILENCE_S", 0.2)
@@ -207,7 +207,7 @@ def test_a_lost_helper_is_infra_and_is_replaced(monkeypatch, how, which):
         pytest.skip("the outer process does nothing but wait")
     sandbox, programs, pids = busy_sandbox()
     with sandbox:
-        inner = pids[:2] if "namespaces" in sandbox.layers["on"] else [pids[0]] * 2
+        inner = pids[:3] if "namespaces" in sandbox.layers["on"] else [pids[0], *pids[:2]]
         os.kill(inner[which], how)
         assert sandbox.python_wait(1).status == "infra" and sandbox.python_wait(2).status == "infra"
         assert programs.wait(1).kind == "infra"
@@ -329,6 +329,19 @@ def test_an_honest_program_beside_a_hostile_one_ends_normally(box, attack, kind,
     calm = Programs(box, CALM, QUICK, 1)
     assert [e for i, e in enumerate(events) if i != 1] == [e for i, e in enumerate(play(calm, tasks)) if i != 1]
     calm.close()
+
+
+def test_a_worker_keeps_no_program_that_the_host_has_ended(box):
+    """Else a harness that goes on until the host stops it would fill its worker."""
+    source = "def run(task):\n    kept = bytes(1 << 24)\n    while True:\n        yield {'type': 'python', 'code': ''}"
+    programs = Programs(box, source, Limits(seconds=5))
+    for i in range(40):                     # 640 MB in all, and the limit is 256
+        programs.start(i, {}, 0)
+        assert programs.wait(i).kind == "request"
+        programs.resume(i, {"output": "", "ok": True})
+        assert programs.wait(i).kind == "request"
+        programs.drop(i)
+    programs.close()
 
 
 def test_a_harness_that_keeps_ending_its_worker_is_given_up(box):
