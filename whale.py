@@ -46,6 +46,7 @@ from report import REFRESH_S, report_mark, write_report
 from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
+from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
@@ -118,6 +119,8 @@ class Run:
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
         self.cfg = cfg = pin_model(cfg)
+        if not cfg.run_dir.exists():
+            Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
