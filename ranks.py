@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import stop
 
@@ -129,7 +130,8 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     logging.disable(logging.ERROR)                  # torchrun's account of how it ends the ranks
     try:
-        torchrun.run(torchrun.parse_args(argv))
+        with TemporaryDirectory(prefix="whale-ranks-") as logs:         # its own it leaves behind
+            torchrun.run(torchrun.parse_args(["--log-dir", logs, *argv]))
     except ChildFailedError as error:
         # the launcher itself ends the others with SIGTERM; by any other signal a rank died without a word of its own
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
