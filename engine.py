@@ -29,6 +29,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rundir import naming
+
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 
 DIGEST_BYTES = 4 << 20  # that one thread hashes at a time
@@ -87,8 +89,9 @@ def cast(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[
 def write_weights(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> None:
     """A folder that vLLM loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with naming(folder, SafetensorError):
+        config.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from engine import load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
 from rft import read_checkpoint_record
-from rundir import UsageError, best_of, read_json, read_text, sha256
+from rundir import UsageError, best_of, naming, read_json, read_text, sha256, write_atomically
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,8 +45,8 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
     if aside.exists():
         shutil.rmtree(aside)
     changed = export_model(checkpoint, config["model"], aside, DTYPES[dtype])
-    (aside / "harness.py").write_text(harness, encoding="utf-8")
-    (aside / "README.md").write_text(model_card(config, summary, point, which, dtype, changed), encoding="utf-8")
+    write_atomically(aside / "harness.py", harness)
+    write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
     if out.exists():
         out.rmdir()
     aside.rename(out)
@@ -79,12 +79,15 @@ def export_model(checkpoint: Path | None, base: str, out: Path, dtype: torch.dty
             model = AutoModelForImageTextToText.from_pretrained(
                 **locate(base), dtype=dtype, use_safetensors=True, trust_remote_code=False)
             put_back(trained, model)
-    model.save_pretrained(out)
-    load_tokenizer(str(checkpoint or base)).save_pretrained(out)
+    with naming(out, Exception):
+        model.save_pretrained(out)
+        load_tokenizer(str(checkpoint or base)).save_pretrained(out)
     try:
-        GenerationConfig.from_pretrained(locate(base)["pretrained_model_name_or_path"]).save_pretrained(out)
+        generation = GenerationConfig.from_pretrained(locate(base)["pretrained_model_name_or_path"])
     except OSError:
-        pass                                                            # the base has none; save_pretrained wrote ours
+        return changed                                                  # the base has none; save_pretrained wrote ours
+    with naming(out):
+        generation.save_pretrained(out)
     return changed
 
 

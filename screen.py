@@ -24,9 +24,13 @@ class Screen:
     def say(self, text: str, style: str = "") -> None:
         """One line. `text` may hold a model's or a proposer's words, so nothing in it is read as markup."""
         self.console.print(Text(text, style=style))
-        if self.log_path:
-            with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
-                file.write(text + "\n")
+        try:
+            if self.log_path:
+                with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
+                    file.write(text + "\n")
+        except OSError as error:                # a copy of what was just shown, perhaps of a first error
+            self.console.print(Text(f"from here on without log.txt: {error.strerror}"))
+            self.log_path = None
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:

@@ -32,6 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rundir import naming
+
 MAX_ANSWER_CHARS, MAX_JUDGED_CHARS, MAX_JUDGE_BYTES, BACKOFF_S = 500, 300, 65536, 1.0
 MAX_FAILURES = 20           # in a row: then the judge is down, and no score is worth having
 SPELLINGS = str.maketrans(dict.fromkeys("‐‑‒–—―−〜﹘", "-") | dict.fromkeys("‘’‚‛ʻʼʹ´`′", "'")
@@ -219,7 +221,7 @@ class Judge:
 
     def _remember(self, case_hash: str, verdict: bool) -> None:
         if self._cache_path:
-            with open(self._cache_path, "a", encoding="utf-8") as file:
+            with naming(self._cache_path), open(self._cache_path, "a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({"hash": case_hash, "correct": verdict}))
         self.verdicts[case_hash] = verdict
 

@@ -22,7 +22,7 @@ import pytest
 import small
 from config import ROOT
 from small import SMALL, rows
-from test_faults import assert_stopped, end_of
+from test_faults import assert_stopped, disk, end_of, fill_at_each_kind     # noqa: F401 (a fixture)
 from warden import descendants
 
 SEED = 20261130
@@ -125,6 +125,15 @@ def assert_gone(pids: list[int]) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a child is left"
         time.sleep(0.02)
+
+
+def test_a_full_disk_at_every_write(finished, disk, monkeypatch):     # noqa: F811
+    fill_at_each_kind(finished, disk, monkeypatch)
+    names = {Path(kind).name for kind, _ in disk.hit}
+    assert names >= {"config.json.#.tmp", "metrics.jsonl", "log.txt", "#_step_#.jsonl.#.tmp", "step_#.jsonl.#.tmp",
+                     "trainer.json", "tokenizer_config.json", "step_#.tmp", "state.json.#.tmp", "summary.json.#.tmp", "report.html.#.tmp",
+                     "final_harness.py.#.tmp", "harness.py.#.tmp", "proposal.json.#.tmp", "score.json.#.tmp", "gates.json.#.tmp",
+                     "traces.jsonl.#.tmp", "history.jsonl.#.tmp", "iteration_#.json.#.tmp", "acceptance.json.#.tmp", "task.md.#.tmp"}, names
 
 
 # ---- signals to many processes ---------------------------------------------------------------------------------------
