@@ -13,6 +13,7 @@ checksums: where one is damaged, the run says so, goes back to the last state th
 to set_aside/. Kept are the last --keep checkpoints and that of the best evaluation.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -331,13 +332,16 @@ def take_lock(folder: Path, what: str) -> TextIO:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A full disk is met when a file is written, and that error names none."""
+def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: what
+    a library raises for it instead."""
     try:
         yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+    except (OSError, *others) as error:
+        if isinstance(error, OSError) and error.strerror:
+            error.filename = error.filename or str(path)
+            raise
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
@@ -349,11 +353,15 @@ def in_order(paths: Iterable[Path]) -> list[Path]:
 def write_atomically(path: Path, text: str) -> None:
     """A kill at any moment, or a power failure, leaves the old file or the new one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")          # a report may be rebuilt beside the run
-    with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)                                 # half a file on a full disk
+        raise
     sync(path.parent)
 
 
