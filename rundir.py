@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from screen import Screen
+from tasks import refuse_special
 from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
@@ -267,6 +268,7 @@ def best_of(evals: list[dict]) -> dict:
 def read_bytes(path: Path) -> bytes:
     """UsageError if it cannot be read, with the path, as in all that is read here."""
     try:
+        refuse_special(path)
         return path.read_bytes()
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
@@ -292,6 +294,7 @@ def read_json(path: Path) -> dict:
 def iter_jsonl(path: Path) -> Iterator[dict]:
     """The rows of a file, one at a time."""
     try:
+        refuse_special(path)
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield json.loads(line)

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from rundir import naming
+from tasks import refuse_special
 
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 1024          # the rest of a BM25 query is not read, as in Lucene
@@ -98,6 +99,7 @@ class Corpus:
 
 def open_corpus(path: str | Path):
     try:
+        refuse_special(path)
         return open(path, "rb")
     except OSError as error:
         raise RetrieverError(f"--corpus {path}: cannot be read: {error.strerror}") from None
