@@ -733,11 +733,13 @@ def print_layers() -> None:
     """The table of SECURITY.md: attacks of each class that get through, by the layer that is missing."""
     missing = {"none": run_host(INSIDE | EVERY)}
     missing |= {layer: run_host(INSIDE | EVERY, f"without:{layer}", waive=LAYERS) for layer in LAYERS}
-    missing |= {"namespaces": run_host(INSIDE | EVERY, "container"), "all": run_host(EVERY, "outside")}
+    missing |= {"namespaces": run_host(INSIDE | EVERY, "container"),
+                "landlock and namespaces": run_host(INSIDE | EVERY, "container without:landlock", waive=LAYERS),
+                "all": run_host(EVERY, "outside")}
     through = {name: [attack for attack, (_, output) in answer.get("tool", answer).items() if attack in INSIDE | EVERY
                       and "BREACH" in output] if name != "all" else [a for a in EVERY if "BREACH" in answer[a][1]]
                for name, answer in missing.items()}
-    print("| attacks | " + " | ".join(missing) + " |\n|---" * (len(missing) + 1) + "|")
+    print("| attacks | " + " | ".join(missing) + " |\n" + "|---" * (len(missing) + 1) + "|")
     for kind, attacks in (ATTACKS | {"inside": INSIDE}).items():
         print(f"| {kind} ({len(attacks)}) | " + " | ".join(
             str(sum(name.startswith(f"{kind}: ") for name in names)) for names in through.values()) + " |")
