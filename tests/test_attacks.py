@@ -755,7 +755,8 @@ def print_layers() -> None:
     missing = {"none": run_host(INSIDE | EVERY)}
     missing |= {layer: run_host(INSIDE | EVERY, f"without:{layer}", waive=LAYERS) for layer in LAYERS}
     missing |= {"namespaces": run_host(INSIDE | EVERY, "container"),
-                "landlock and namespaces": run_host(INSIDE | EVERY, "container without:landlock", waive=LAYERS),
+                "landlock and namespaces": run_host(INSIDE | EVERY, "container without:landlock", waive=LAYERS,
+                                                    user=NOBODY if os.geteuid() == 0 else None),
                 "all": run_host(EVERY, "outside")}
     through = {name: [attack for attack, (_, output) in answer.get("tool", answer).items() if attack in INSIDE | EVERY
                       and "BREACH" in output] if name != "all" else [a for a in EVERY if "BREACH" in answer[a][1]]
