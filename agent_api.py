@@ -28,7 +28,6 @@ MAX_TURNS = 150
 MAX_CALLS = 16                  # of one reply
 MAX_USELESS = 6                 # replies in a row without a call that could be done
 MAX_CONTENT = 20_000            # characters of a reply's text that are kept
-MAX_TEXT_CALLS = 100_000        # characters of a reply in which calls are looked for
 MAX_OUTPUT = 4_000_000          # characters of all replies of a session
 HISTORY = 160_000               # characters of turns that are sent again; halved whenever the server says: too long
 MIN_HISTORY = 6_000
@@ -186,9 +185,7 @@ def read_message(message: dict) -> tuple[str, list[tuple[str, object]], dict]:
 
 def calls_in(content: str) -> list[tuple[str, object]]:
     """The calls that are written in a reply's text; if none can be read, one of no tool, to be told so."""
-    n_tags = max(content.count(tag) for tag in ("<tool_call>", "<function=", "<parameter="))
-    calls = [] if n_tags > 10 * MAX_CALLS else parse_tool_calls(content[:MAX_TEXT_CALLS], MAX_CALLS + 1)
-    return [(call["name"], call["arguments"]) for call in calls] or [
+    return [(call["name"], call["arguments"]) for call in parse_tool_calls(content, MAX_CALLS + 1)] or [
         ("", "a <tool_call> block holds one JSON object with name and arguments, and ends with </tool_call>")]
 
 

@@ -173,7 +173,7 @@ def check_request(request: object) -> str:
     if not isinstance(kind, str):
         return f"a request has a type, not {kind!r:.80}"
     if kind not in _FIELDS:                                                 # a tool that only its environment knows
-        return "" if _is_plain(request) else f"{kind:.80}: must be plain JSON"
+        return "" if is_plain(request) else f"{kind:.80}: must be plain JSON"
     fields = _FIELDS[kind]
     for name in request:
         if name not in fields and name != "type":
@@ -190,19 +190,19 @@ def _is_message(turn: object) -> bool:
             and all(isinstance(value, str) for value in turn.values()))
 
 
-def _is_plain(value: object, depth: int = 16) -> bool:
+def is_plain(value: object, depth: int = 16) -> bool:
     """JSON and nothing else, at most `depth` levels deep."""
     if isinstance(value, dict):
-        return depth > 0 and all(isinstance(k, str) and _is_plain(v, depth - 1) for k, v in value.items())
+        return depth > 0 and all(isinstance(k, str) and is_plain(v, depth - 1) for k, v in value.items())
     if isinstance(value, list):
-        return depth > 0 and all(_is_plain(v, depth - 1) for v in value)
+        return depth > 0 and all(is_plain(v, depth - 1) for v in value)
     return value is None or isinstance(value, (str, int)) or isinstance(value, float) and math.isfinite(value)
 
 
 def _is_tool(tool: object) -> bool:
     return tool in (PYTHON, SEARCH) or (                # the usual ones, known to be right
         isinstance(tool, dict) and isinstance(tool.get("function"), dict)
-        and isinstance(tool["function"].get("name"), str) and _is_plain(tool))
+        and isinstance(tool["function"].get("name"), str) and is_plain(tool))
 
 
 def _is_count(value: object) -> bool:

@@ -9,12 +9,14 @@ import base64
 import codecs
 import re
 import urllib.parse
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import zip_longest
 
+from screen import UNSAFE
 from tasks import Task
 
 MAX_SOURCE_BYTES = 20_000
@@ -49,8 +51,13 @@ def parse_harness(source: str) -> tuple[ast.Module, str]:
     """-> syntax tree, and what the contract misses in it ("" if nothing)."""
     if (n_bytes := len(source.encode("utf-8", "surrogatepass"))) > MAX_SOURCE_BYTES:
         return ast.Module([], []), f"{n_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed"
+    if unsafe := UNSAFE.search(lines := re.sub(r"\r\n|\f", "\n", source)):         # it may read as what it is not
+        line = lines.count("\n", 0, unsafe.start()) + 1
+        return ast.Module([], []), f"line {line}: the character U+{ord(unsafe[0]):04X} cannot be seen; write its escape"
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
         level, depth = [tree], 0
         while level := [child for node in level for child in ast.iter_child_nodes(node)]:
             if (depth := depth + 1) > MAX_DEPTH:

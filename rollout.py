@@ -21,18 +21,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
+from harness_api import is_plain
 from tasks import Task, ToolUse, Verdict
 from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
 MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
+MAX_TRACE_BYTES = 16 << 20      # of a rollout's requests and results as JSON, whatever the model's context
 INFRA_TRIES = 3
 N_GRADERS = 8           # threads that verify: a verifier may ask a judge over the network
 
@@ -184,6 +186,12 @@ class Trace:
         return row | {"calls": [asdict(call) for call in self.calls], "texts": texts}
 
 
+def max_trace_bytes(max_calls: int, max_len: int) -> int:
+    """What a rollout's requests and results may come to: a full context a call, at 8 bytes a token. Else a harness
+    could put a megabyte into each request."""
+    return min(MAX_TRACE_BYTES, 8 * max_len * max_calls)
+
+
 def derive_seed(*coordinates: int | str) -> int:
     """A 64-bit seed from a draw's coordinates (run, phase, step, task, sample, call)."""
     return int.from_bytes(hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest(), "big")
@@ -195,19 +203,33 @@ def parse_tool_calls(content: str, limit: int = MAX_TOOL_CALLS) -> list[dict]:
     Reads Qwen3's JSON form and Qwen3.5's <function=...><parameter=...> form; anything malformed is left out.
     """
     calls = []
-    for block in re.findall(r"<tool_call>(.*?)</tool_call>", content.rpartition("</think>")[2], re.DOTALL)[:limit]:
+    for block in islice(tool_blocks(content.rpartition("</think>")[2]), limit):
         function = re.fullmatch(r"\s*<function=([\w.-]+)>(.*)</function>\s*", block, re.DOTALL)
         if function:
-            pairs = re.findall(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL)
-            calls.append({"name": function[1], "arguments": dict(pairs)})
+            *parts, rest = function[2].split("</parameter>")
+            found = [re.search(r"<parameter=([\w.-]+)>\n?(.*)", part, re.DOTALL) for part in parts]
+            if "<parameter=" not in rest:                                       # else one is not closed
+                arguments = {part[1]: part[2].removesuffix("\n") for part in found if part}
+                calls.append({"name": function[1], "arguments": arguments})
             continue
         try:
             call = json.loads(block)
         except (ValueError, RecursionError):
             continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict):
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and is_plain(call.get("arguments")) \
+                and isinstance(call["arguments"], dict):
             calls.append({"name": call["name"], "arguments": call["arguments"]})
     return calls
+
+
+def tool_blocks(text: str) -> Iterator[str]:
+    """What stands in its <tool_call> blocks. A regular expression would look for the end of each that has none."""
+    end = 0
+    while (start := text.find("<tool_call>", end)) >= 0:
+        start += len("<tool_call>")
+        if (end := text.find("</tool_call>", start)) < 0:
+            return
+        yield text[start:end]
 
 
 def remember_short(function: Callable[..., object]) -> Callable[..., object]:
@@ -319,6 +341,7 @@ class Batch:
         self.seed, self.cfg, self.on_finish = seed, cfg, on_finish
         self.sha = hashlib.sha256(source.encode()).hexdigest()
         self.prompter = Prompter(engine.tokenizer)
+        self.max_bytes = max_trace_bytes(cfg.max_calls, engine.max_len)
 
     def run(self, wanted: list[tuple[Task, int]]) -> list[Trace]:
         self.engine.reset()
@@ -374,6 +397,8 @@ class Batch:
             self._end(program, "ok", "the harness returned")
         elif event.kind != "request":
             self._end(program, event.kind, event.message)
+        elif event.n_bytes > self.max_bytes:            # it is kept whole, in memory and on disk
+            self._end(program, "ok", f"limit of {self.max_bytes:,} bytes of requests and results")
         elif event.request["type"] == "generate":
             self._submit(program, live, event.request)
         elif event.request["type"] not in self.env.tools:
@@ -401,7 +426,8 @@ class Batch:
             return self._end(program, "ok", f"limit of {self.cfg.max_assistant_tok} assistant tokens")
         try:
             text, ids = self.prompter.prompt(request, live.text, live.ids)
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                RecursionError) as error:               # the template is the model's, whatever that does
             return self._end(program, "error", f"the chat template refused the messages: {error}")
         if not ids:
             return self._end(program, "error", "an empty prompt")

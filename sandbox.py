@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import harness_api
 import jail
@@ -41,6 +41,7 @@ class Event:
     kind: str               # "request" | "done" | "error" | "killed" | "infra"
     request: dict | None    # checked by harness_api.check_request
     message: str
+    n_bytes: int = 0        # with all that the program was sent and has sent so far
 
 
 class SandboxUnavailable(RuntimeError):
@@ -240,6 +241,7 @@ class Program:
     program_id: int
     frames: list[bytes]             # all that it was sent
     n_answers: int = 0              # taken from it since its start
+    n_bytes: int = 0                # of these
     n_to_skip: int = 0              # after a replay: answers that were taken before its worker died
     event: Event | None = None      # not yet waited for
 
@@ -354,7 +356,8 @@ class Programs:
                 if program.n_to_skip:
                     program.n_to_skip -= 1
                 else:
-                    program.n_answers, program.event = program.n_answers + 1, event
+                    program.n_answers, program.n_bytes = program.n_answers + 1, program.n_bytes + len(payload)
+                    program.event = replace(event, n_bytes=program.n_bytes + sum(map(len, program.frames)))
         except (ValueError, RecursionError) as error:
             self._bury(worker, f"it wrote to the sandbox's own channel: {error!r:.200}")
 

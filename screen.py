@@ -12,15 +12,19 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from keys import redact
 
 LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposals",
                  "proposer calls", "proposer tokens", "proposer USD", "minutes")
 
 
-def printable(text: str) -> str:
-    """What commands a terminal, turns the direction of writing, or is no character, is shown and not obeyed."""
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
-                  lambda match: match[0].encode("unicode_escape").decode(), text)
+# what drives a terminal or changes the order in which text is shown, and half characters, which cannot be written
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Text of a model, a server or a stranger's file, as it can be written and shown; no secret is in it."""
+    return UNSAFE.sub("\ufffd", redact(text))
 
 
 class Screen:
@@ -29,12 +33,16 @@ class Screen:
         self.log_path: Path | None = None
 
     def say(self, text: str, style: str = "") -> None:
-        """One line. `text` may hold a model's or a proposer's words, so nothing in it is markup, or a command."""
-        text = printable(text)
+        """One line. `text` may hold a model's, a proposer's or a server's words: nothing in it is read as markup."""
+        text = plain(text)
         self.console.print(Text(text, style=style))
-        if self.log_path:
-            with open(self.log_path, "a", encoding="utf-8", errors="replace") as file:
-                file.write(text + "\n")
+        try:
+            if self.log_path:
+                with open(self.log_path, "a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        except OSError as error:                # a copy of what was just shown, perhaps of a first error
+            self.console.print(Text(f"from here on without log.txt: {error.strerror}"))
+            self.log_path = None
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:
@@ -57,7 +65,7 @@ class Screen:
         self.console.print(f"money: {money_text(summary['usd'])}")
         diff = "".join(difflib.unified_diff(h0.splitlines(True), final.splitlines(True), "h0", "final harness"))
         if diff:
-            self.console.print(Syntax(printable(diff), "diff", theme="ansi_dark", background_color="default"))
+            self.console.print(Syntax(plain(diff), "diff", theme="ansi_dark", background_color="default"))
         else:
             self.console.print("the final harness is h0")
         chosen = "the test split, as in the paper" if summary["select"] == "test" else "D_harness"

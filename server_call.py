@@ -3,17 +3,21 @@
     WHALE_ENGINE_KEY=... bash run.sh search-harness math --engine server --urls https://host/v1 --model NAME
 """
 
-import os
+import json
 import re
 import threading
+import time
 from urllib.parse import urlsplit
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from engine import EngineDied, ModelError
+from keys import check_url, read_key, redact, redact_bytes
 
 KEY = "WHALE_ENGINE_KEY"
 ANSWER_S = 60           # to answer, where the caller names no limit
+MAX_ANSWER_BYTES = 64 << 20
 N_SHOWN = 300           # characters of an answer in an error
 ADVICE = {401: f"set {KEY} to a key that it takes", 403: f"does the key in {KEY} allow this?",
           404: "is the URL the one before /chat/completions, and --model a name that it serves?"}
@@ -39,22 +43,33 @@ def read_urls(urls: str) -> list[str]:
     """Each once, without the /v1 that it may end in. ModelError if one is no server's, or if it holds a secret."""
     bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls.split(",") if url.strip()]
     for url in bases:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-            shown = re.sub(r"//[^/]*@|\?.*", "...", url)
-            raise ModelError(f"--urls: {shown} is not like http://127.0.0.1:8000/v1; a key belongs in {KEY}")
+        try:
+            check_url("--urls", url, KEY)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
     if not bases:
         raise ModelError("--engine server needs --urls URL,URL")
     return list(dict.fromkeys(bases))
+
+
+def read_within(response: requests.Response, limit_s: float) -> bytes:
+    """The whole answer. ValueError if it is too long, or still comes when the time is up: a server may drip."""
+    content, give_up = bytearray(), time.monotonic() + limit_s
+    while part := response.raw.read1(1 << 16, decode_content=True):
+        content += part
+        if len(content) > MAX_ANSWER_BYTES or time.monotonic() > give_up:
+            raise ValueError("too much or too slow")
+    return bytes(content)
 
 
 class Client:
     """Calls servers, from many threads."""
 
     def __init__(self):
-        self.key = os.environ.get(KEY, "")
-        if not (self.key.isascii() and self.key.isprintable() and self.key == self.key.strip()):
-            raise ModelError(f"{KEY} holds a character that no header may hold (a line end?)")
+        try:
+            self.key = read_key(KEY)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         self.local = threading.local()          # a connection pool a thread
 
     def call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
@@ -65,26 +80,24 @@ class Client:
             self.local.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
         if re.search(r"/v\d", urlsplit(url).path):
             path = path.removeprefix("/v1")     # the URL ends in a version of its own: /v1beta/openai
+        limit_s = limit_s or ANSWER_S
         try:
-            response = self.local.session.request(method, url + path, json=body, timeout=(10, limit_s or ANSWER_S),
-                                                  allow_redirects=False)
+            with self.local.session.request(method, url + path, json=body, timeout=(10, limit_s), stream=True,
+                                            allow_redirects=False) as response:
+                content = redact_bytes(read_within(response, limit_s))          # some servers say the key in it
             if response.status_code != 200:
-                raise self._failure(url + path, response)
-            answer = response.json() if response.content else {}
-        except (requests.RequestException, ValueError, RecursionError) as error:
-            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {self._clean(str(error))[:N_SHOWN]}") from None
+                raise self._failure(url + path, response, content.decode("utf-8", "replace"))
+            answer = json.loads(content) if content else {}
+        except (requests.RequestException, HTTPError, OSError, ValueError, RecursionError) as error:
+            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
         if not isinstance(answer, dict):
             raise ServerFailed(f"{url}{path} answered no JSON object")
         return answer
 
-    def _failure(self, where: str, response: requests.Response) -> ServerFailed | ServerRefused:
-        status, answer = response.status_code, self._clean(response.text)
+    def _failure(self, where: str, response: requests.Response, answer: str) -> ServerFailed | ServerRefused:
+        status = response.status_code
         message = f"{where} answered {status}: {answer[:N_SHOWN]}"
         if status >= 500 or status in (408, 429):
             wait = response.headers.get("Retry-After", "")                      # seconds; a date is not looked at
             return ServerFailed(message, status, answer, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0)
         return ServerRefused(f"{message} ({ADVICE[status]})" if status in ADVICE else message, status, answer)
-
-    def _clean(self, text: str) -> str:
-        """Some servers say the key in their answer."""
-        return text.replace(self.key, f"[{KEY}]") if self.key else text

@@ -172,8 +172,8 @@ class Chat:
     def _read(self, url: str, id: Hashable, prompt_ids: list[int], answer: dict) -> Completion:
         try:
             (choice,) = answer["choices"]
-            text, finish = text_of(choice["message"]), choice["finish_reason"]
-        except (LookupError, TypeError, ValueError, AttributeError):
+            text, finish = text_of(choice["message"]).encode("utf-8", "replace").decode(), choice["finish_reason"]
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
             raise ServerFailed(f"{url} answered {str(answer)[:300]}") from None
         if finish in ("error", "abort"):
             raise ServerFailed(f"{url} ended a request with {finish!r}")
@@ -183,7 +183,7 @@ class Chat:
         ids = self.tokenizer(text).input_ids + [self.tokenizer.eos_token_id] * (not cut)
         usage = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
         counts = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
-        if not all(type(count) is int and count >= 0 for count in counts):
+        if not all(type(count) is int and 0 <= count < 10**9 for count in counts):
             self.note(f"{url} does not say how many tokens it used: they are estimated from the text")
             counts = [len(prompt_ids), len(ids)]
         return Completion(id, ids, "length" if cut else "stop", tuple(counts))
@@ -199,7 +199,7 @@ def text_of(message: dict) -> str:
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             pass                                                # a malformed call stays one
         block = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         blocks.append("<tool_call>\n" + block.replace("</", "<\\/") + "\n</tool_call>")     # it ends at its own tag

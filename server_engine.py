@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
+    Completion, EngineDied, Model, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
     load_generation_config, load_model, load_tokenizer, locate, stop_ids_of, untied_weights, write_weights)
-from server_call import Client, ServerFailed, ServerRefused, read_urls
+from server_call import N_SHOWN, Client, ServerFailed, ServerRefused, read_urls
 from server_chat import Chat
 from vllm_engine import EMBEDDING, HEAD, POLL_S, sampling_of
 
@@ -73,7 +73,7 @@ class ServerEngine:
 
     exact = False
 
-    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
+    def __init__(self, model: str | Model, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
         self.notes: list[str] = []
         self._noted: set[str] = set()
         self._call = Client().call
@@ -83,7 +83,7 @@ class ServerEngine:
         if len(dtypes) > 1:
             raise ModelError("--urls: all servers must compute in one dtype, and all or none in dev mode; these are "
                              + ", ".join(f"{server.url} {server.dtype or 'no dev mode'}" for server in self.servers))
-        self.takes_weights = dtypes != {""} and not all(is_but_served(model, server) for server in self.servers)
+        self.takes_weights = dtypes != {""} and not all(is_but_served(str(model), server) for server in self.servers)
         self.dtype = getattr(torch, dtypes.pop() or "bfloat16")
         self.share, self.folder, self.stamp = share, None, ""
         self.version, self.n_steps = 0, 0
@@ -102,6 +102,7 @@ class ServerEngine:
         else:                                   # whatever they serve now, it is this from here on
             self.tokenizer, loaded = load_tokenizer(model), load_model(model)
             self.config, self.stop_ids = loaded.config, stop_ids_of(loaded.generation_config, self.tokenizer)
+            self.n_words = len(loaded.get_input_embeddings().weight)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in untied_weights(loaded).items()}
             self.load_weights(untied_weights(loaded).items(), 0)
         self.max_len = min([max_len, *(server.max_len for server in self.servers)])
@@ -163,7 +164,7 @@ class ServerEngine:
         def give(server: Server) -> None:
             try:
                 self._give_weights(server)
-            except (ServerFailed, EngineDied) as failure:
+            except BaseException as failure:                    # any: what is lost here would pass for success
                 failures.append(failure)
 
         threads = [threading.Thread(target=give, args=(server,), daemon=True) for server in self.servers]
@@ -217,12 +218,16 @@ class ServerEngine:
         try:
             cards = self._call(url, "GET", "/v1/models", limit_s=30)["data"]
             names, lengths = [str(card["id"]) for card in cards], [card.get("max_model_len") for card in cards]
-            roots = {card.get("root"): card["id"] for card in cards}
+            roots = {card.get("root"): str(card["id"]) for card in cards}
+            if not all(n is None or type(n) is int and n > 0 for n in lengths):
+                raise ServerFailed(f"max_model_len {lengths}"[:N_SHOWN])
         except (ServerFailed, ServerRefused, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"--urls: {url} is no OpenAI-compatible server that answers: {error}") from None
         try:
             config = self._call(url, "GET", "/server_info?config_format=json", limit_s=30)["vllm_config"]
             dtype = config["model_config"]["dtype"].removeprefix("torch.")
+            if not isinstance(getattr(torch, dtype), torch.dtype):
+                raise TypeError(dtype)
         except (ServerFailed, ServerRefused, LookupError, TypeError, AttributeError):
             dtype = ""                          # no vLLM server in dev mode
         else:
@@ -234,11 +239,11 @@ class ServerEngine:
                 raise ModelError(f"--urls: {error}") from None
         return Server(url, dict(zip(names, lengths, strict=True)), roots, names[0] if names else "", dtype=dtype)
 
-    def _settle(self, model: str) -> None:
+    def _settle(self, model: str | Model) -> None:
         """How servers that take no weights are asked, and for which model. ModelError if they do not serve it."""
         self.tokenizer = find_tokenizer(model)
         for server in self.servers:
-            server.name = self._name_at(server, model)
+            server.name = self._name_at(server, str(model))
         if self.tokenizer is not None:
             self.stop_ids = stop_ids_of(load_generation_config(model), self.tokenizer)
             if all(map(self._takes_ids, self.servers)):
@@ -325,14 +330,16 @@ class ServerEngine:
         try:
             (choice,) = answer["choices"]
             ids, finish = list(choice["token_ids"]), choice["finish_reason"]
-            versions = {span["version"] for span in choice["weight_versions"]}
+            versions = {str(span["version"]) for span in choice["weight_versions"]}
         except (LookupError, TypeError, ValueError):
-            raise ServerFailed(f"{server.url} answered {str(answer)[:300]}") from None
+            raise ServerFailed(f"{server.url} answered {str(answer)[:N_SHOWN]}") from None
         if versions != {self.stamp}:
             self._give_weights(server)
-            raise ServerFailed(f"{server.url} sampled with weights {sorted(versions)}, not {self.stamp}")
-        if finish not in ("stop", "length") or not ids:
-            raise ServerFailed(f"{server.url} ended a request with {finish!r} after {len(ids)} tokens")
+            raise ServerFailed(f"{server.url} sampled with weights {str(sorted(versions))[:N_SHOWN]}, not {self.stamp}")
+        if finish not in ("stop", "length") or not 0 < len(ids) <= params.max_tokens:
+            raise ServerFailed(f"{server.url} ended a request with {str(finish)[:N_SHOWN]!r} after {len(ids)} tokens")
+        if not all(type(token) is int and 0 <= token < self.n_words for token in ids):
+            raise ServerFailed(f"{server.url} answered with tokens that the model has not: {str(ids)[:N_SHOWN]}")
         return Completion(id, ids, finish)
 
     def _sample_text(self, server: Server, id: Hashable, prompt_ids: list[int], params: SamplingParams) -> Completion:
@@ -346,9 +353,9 @@ class ServerEngine:
             ANSWER_S + TOKEN_S * params.max_tokens)
         try:
             (choice,) = answer["choices"]
-            text, finish = str(choice["text"]), choice["finish_reason"]
-        except (LookupError, TypeError, ValueError):
-            raise ServerFailed(f"{server.url} answered {str(answer)[:300]}") from None
+            text, finish = choice["text"].encode("utf-8", "replace").decode(), choice["finish_reason"]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise ServerFailed(f"{server.url} answered {str(answer)[:N_SHOWN]}") from None
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = finish == "stop" and not any(stop in text for stop in params.stop)
         return Completion(id, ids + [self.tokenizer.eos_token_id] * ends, "stop" if finish == "stop" else "length")
@@ -379,7 +386,9 @@ class ServerEngine:
     def _holds(self, server: Server) -> bool:
         """Whether the digests of all weights that the server keeps whole are those of the trainer's. Of a server that
         splits them among GPUs, those are the norms: it is they that are seen to have replaced the zeros."""
-        checksums = self._call(server.url, "POST", "/weight_checker", {"action": "checksum"}, LOAD_S)["checksums"]
+        checksums = self._call(server.url, "POST", "/weight_checker", {"action": "checksum"}, LOAD_S).get("checksums")
+        if not isinstance(checksums, dict):
+            raise ServerFailed(f"{server.url} gives no checksums of its weights")
         split = any(":tp1:" in key for key in checksums)
         held = {name: sha for key, sha in checksums.items() for name in [key.rpartition(":")[2]]
                 if sha != EMPTY and (not split or name.endswith("norm.weight"))}

@@ -5,11 +5,14 @@ load with the file, the row and the field; nothing is skipped in silence.
 """
 
 import csv
+import errno
 import gzip
 import io
 import json
 import logging
 import math
+import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -84,6 +87,13 @@ class Row:
         return value.strip()
 
 
+def refuse_special(path: str | Path) -> None:
+    """OSError for what may never end, or never begin: a pipe, a device. To be called before a file is opened."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
+
+
 def stem_and_kind(path: Path) -> tuple[str, str]:
     """("dev", ".jsonl") of dev.jsonl and of dev.jsonl.gz."""
     unpacked = path.with_suffix("") if path.suffix in PACKINGS else path
@@ -110,17 +120,21 @@ def _read_cells(path: Path) -> Iterator[tuple[str, object]]:
     if kind not in KINDS or kind == ".parquet" != path.suffix:
         raise DataError(f"{path}: unknown kind of file; known are {', '.join(KINDS)}, and all but the last packed as "
                         + " or ".join(PACKINGS))
+    refuse_special(path)
     if kind == ".parquet":
         import pyarrow.parquet  # only here: the other formats do not need it
         try:
             rows = (row for batch in pyarrow.parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
             yield from ((f"row {n}", row) for n, row in enumerate(rows, start=1))
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowException, ValueError, OverflowError) as error:
             raise DataError(f"{path}: is not parquet: {error}") from error
         return
     with _open_text(path) as file:
         if kind == ".csv":
-            yield from ((f"line {reader.line_num}", row) for reader in [csv.DictReader(file)] for row in reader)
+            reader = csv.DictReader(file)
+            if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
+                raise DataError(f"{path}, line 1: names a column twice")
+            yield from ((f"line {reader.line_num}", row) for row in reader)
         elif kind == ".json":
             rows = _parse_json(file.read(), str(path))
             if not isinstance(rows, list):
@@ -178,9 +192,17 @@ class _ZstdFile(io.RawIOBase):
 
 def _parse_json(text: str, where: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_dict_of)
     except (ValueError, RecursionError) as error:       # RecursionError: "[" * 100000
-        raise DataError(f"{where}: is not JSON: {error}") from error
+        raise DataError(f"{where}: is not JSON: {error}"[:500]) from error
+
+
+def _dict_of(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object. ValueError where a key stands twice: json.loads would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} stands twice in one object")
+    return found
 
 
 def question_key(task: Task) -> str:
@@ -189,6 +211,14 @@ def question_key(task: Task) -> str:
     if "fen" in task.fields:
         return " ".join([*task.fields["fen"].split()[:4], *list(task.fields.values())[1:]]).strip()
     return " ".join(" ".join(task.fields.values()).casefold().split())
+
+
+def read_task(env, row: Row, stem: str) -> Task:
+    """A row as its environment reads it. An escape such as \\ud800 is half a character, which no tokenizer takes."""
+    task = env.read(row, stem)
+    if re.search("[\ud800-\udfff]", "".join([task.id, task.source, *task.fields.values(), *task.answers])):
+        raise DataError(f"{row.where}: holds half a character, as the escape \\ud800 is")
+    return task
 
 
 def load_tasks(path: str | Path, env) -> list[Task]:
@@ -201,7 +231,7 @@ def load_tasks(path: str | Path, env) -> list[Task]:
     places: dict[str, str] = {}                         # by id
     dropped: Counter[str] = Counter()
     for row in read_rows(path):
-        task = env.read(row, stem_and_kind(Path(path))[0])
+        task = read_task(env, row, stem_and_kind(Path(path))[0])
         key = question_key(task)
         if key in tasks:
             other_answer = tasks[key] and tasks[key].answer != task.answer
