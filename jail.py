@@ -371,11 +371,15 @@ class HarnessProgram:
         self.random_state = random.getstate()
 
     def exchange(self, frame: dict) -> bytes:
-        """Hand over the task, or the result of the last request; returns the program's next event as JSON."""
+        """Hand over the task, the result of the last request, or the end; returns the program's next event as JSON."""
         program_id = frame["id"]
         sys.modules.update(self.modules)
         random.setstate(self.random_state)
         try:
+            if "over" in frame:                     # a limit of the host's was reached
+                self.is_over = True
+                self.generator.close()
+                return to_json({"id": program_id, "kind": "done"})
             if "task" in frame:
                 exec(self.code, vars(self.modules["harness"]))
                 self.generator = self.modules["harness"].run(frame["task"])
@@ -439,9 +443,6 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
                     broken = describe(error)
                 continue
             program_id = frame["id"]
-            if "over" in frame:                         # by a limit of the host's; there is no answer to this
-                programs.pop(program_id, None)
-                continue
             if "task" in frame and not broken:
                 programs[program_id] = HarnessProgram(code, frame["seed"])
             if program_id in programs:

@@ -295,9 +295,10 @@ class Programs:
             self._submit(program, to_json({"id": program_id, "result": result}))
 
     def drop(self, program_id: int) -> None:
-        """The program's last request will not be answered: its worker need not keep it."""
-        if self._programs.pop(program_id, None) and (worker := self._workers[program_id % len(self._workers)]):
-            worker.channel.post(to_json({"id": program_id, "over": True}))
+        """Its last request will not be answered: the worker need not keep it. What it does at its end is still its."""
+        program, worker = self._programs.pop(program_id, None), self._workers[program_id % len(self._workers)]
+        if program and worker:
+            self._submit(program, to_json({"id": program_id, "over": True}))
 
     def wait(self, program_id: int) -> Event:
         """The program's next event; blocks for that one only, but serves all. After any but "request" it is gone."""

@@ -24,7 +24,7 @@ from engine import load_tokenizer
 from envs import MathEnv
 from harness_api import PYTHON
 from jail import LAYERS, MACHINE, SYSCALLS
-from lint import parse_harness
+from lint import ForbiddenText, beyond_prompts, find_literals, lint, parse_harness, program_of
 from rollout import Prompter, run
 from sandbox import Limits, Programs, Sandbox
 from screen import Screen
@@ -36,6 +36,7 @@ from test_sandbox import tree
 ROOT = Path(__file__).resolve().parent.parent
 HOST = Path(__file__).with_name("attack_host.py")
 CANARY = "canary-5b1f"
+NOTHING = ForbiddenText([])
 NOBODY = 65534
 
 PRELUDE = """
@@ -674,8 +675,28 @@ def test_a_terminal_obeys_no_text_of_a_harness(tmp_path, capsys):
     assert "\ufffd[2J" in seen and not set(seen) & set("\x1b\x07\x9b\u202e\r\0")
 
 
+@pytest.mark.parametrize("form", ["{'+'.join(['chr'] * n)}", "{'f(' * n}{')' * n}", "{'-' * n}1", "{'not ' * n}1", "a{'.b' * n}",
+                                  "'%s'{'%1' * n}", "''{'.format(1)' * n}", "{'1 if x else ' * n}1", "{'lambda:' * n}1",
+                                  "{'[' * n}{']' * n}", "{'(yield ' * n}{')' * n}", "{'a[' * n}0{']' * n}"])
+def test_no_nest_in_a_harness_ends_the_host(form):
+    """Wherever it is on the stack already."""
+    def check(depth, source):
+        if depth:
+            return check(depth - 1, source)
+        tree, why = parse_harness(source)
+        if not why:
+            lint(tree), find_literals(tree, NOTHING), beyond_prompts(source, source + "y = 1"), program_of(source)
+        return why
+
+    text, why = eval(f'lambda n: f"{form}"'), []
+    for n in (40, 90, 150, 200, 300, 450, 500, 900, 2000):
+        source = f"SYSTEM_PROMPT = USER_PROMPT = ''\ndef run(task):\n    yield\n    x = {text(n)}\n"
+        why.append(check(300, source))
+    assert not why[0] and all(why[4:])
+
+
 def test_a_harness_that_is_no_text_is_refused():
-    assert "does not parse" in parse_harness("SYSTEM_PROMPT = '\ud800'")[1]
+    assert parse_harness("SYSTEM_PROMPT = '\ud800'")[1]
 
 
 # --- a layer that is missing ---
@@ -733,11 +754,14 @@ def print_layers() -> None:
     """The table of SECURITY.md: attacks of each class that get through, by the layer that is missing."""
     missing = {"none": run_host(INSIDE | EVERY)}
     missing |= {layer: run_host(INSIDE | EVERY, f"without:{layer}", waive=LAYERS) for layer in LAYERS}
-    missing |= {"namespaces": run_host(INSIDE | EVERY, "container"), "all": run_host(EVERY, "outside")}
+    missing |= {"namespaces": run_host(INSIDE | EVERY, "container"),
+                "landlock and namespaces": run_host(INSIDE | EVERY, "container without:landlock", waive=LAYERS,
+                                                    user=NOBODY if os.geteuid() == 0 else None),
+                "all": run_host(EVERY, "outside")}
     through = {name: [attack for attack, (_, output) in answer.get("tool", answer).items() if attack in INSIDE | EVERY
                       and "BREACH" in output] if name != "all" else [a for a in EVERY if "BREACH" in answer[a][1]]
                for name, answer in missing.items()}
-    print("| attacks | " + " | ".join(missing) + " |\n|---" * (len(missing) + 1) + "|")
+    print("| attacks | " + " | ".join(missing) + " |\n" + "|---" * (len(missing) + 1) + "|")
     for kind, attacks in (ATTACKS | {"inside": INSIDE}).items():
         print(f"| {kind} ({len(attacks)}) | " + " | ".join(
             str(sum(name.startswith(f"{kind}: ") for name in names)) for names in through.values()) + " |")

@@ -344,6 +344,25 @@ def test_a_worker_keeps_no_program_that_the_host_has_ended(box):
     programs.close()
 
 
+@pytest.mark.parametrize("ending", ["while True: pass", "yield", "1 / 0", "os._exit(1)", "x = bytearray(1 << 40)"])
+def test_how_a_program_takes_its_end_is_its_own_affair(box, ending):
+    source = ("import os\ndef run(task):\n    for turn in range(3):\n        try:\n"
+              "            yield {'type': 'python', 'code': task['question']}\n        finally:\n"
+              f"            if task['question'] == 'hostile':\n                {ending}")
+    programs = Programs(box, source, QUICK)
+    for i, question in enumerate(("honest", "hostile", "honest")):
+        programs.start(i, {"question": question}, 0)
+        assert programs.wait(i).request["code"] == question
+    programs.drop(1)
+    for i in (0, 2):
+        kinds = []
+        while not kinds or kinds[-1] == "request":
+            programs.resume(i, {"output": "", "ok": True})
+            kinds.append(programs.wait(i).kind)
+        assert kinds == ["request", "request", "done"]
+    programs.close()
+
+
 def test_a_harness_that_keeps_ending_its_worker_is_given_up(box):
     programs = Programs(box, "import os\ndef run(task):\n    os._exit(4)\n    yield", QUICK, 2)
     for i in range(50):
