@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from contextlib import closing
@@ -58,7 +59,7 @@ from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError, read_sealed
+from rundir import UsageError, read_sealed, write_atomically
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import UNSAFE, Screen, plain
 from track import TrackerError
@@ -194,7 +195,7 @@ def command_eval(args: argparse.Namespace) -> int:
     key = hashlib.sha256(json.dumps([source, args.split, n, asdict(cfg)]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
+    write_atomically(path, "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
     summary = rollout.summarise(traces)
     show(args, {"mean": sum(means) / len(means), "ci95": list(bootstrap_ci(means, cfg.seed)), "n_tasks": len(tasks),
                 "n_ok": summary["n_ok"], "n_error": summary["n_error"], "n_killed": summary["n_killed"], "n_infra": 0,
@@ -341,6 +342,15 @@ def run_command(argv: list[str] | None, ranks: Ranks) -> int:
     return args.command(args)
 
 
+def room_at(path: str | None) -> str:
+    """The most frequent reason for a file that cannot be written."""
+    folders = [Path(path).absolute(), *Path(path).absolute().parents] if path else []
+    for folder in folders:
+        if folder.is_dir():
+            return f" ({shutil.disk_usage(folder).free >> 20:,} MiB are free on that disk)"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     ranks, stop.can_raise, stop.was_told = ALONE, True, False
     try:
@@ -362,11 +372,13 @@ def main(argv: list[str] | None = None) -> int:
         stop.tell(number)
         return 128 + number
     except OSError as error:
-        print(f"run.sh: {error.filename or ''}: {error.strerror}; what was finished is safe, the same command goes on",
-              file=sys.stderr)
+        print(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was finished is "
+              "safe: when this is mended, the same command goes on", file=sys.stderr)
         return EXIT_REFUSED
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")            # a model's words, in a locale that lacks their letters
     sys.exit(main())

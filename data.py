@@ -30,9 +30,9 @@ from pathlib import Path
 from rich.table import Table
 
 from envs import ENVS
-from rundir import UsageError
+from rundir import UsageError, naming
 from screen import Screen
-from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows
+from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows, read_task, refuse_special
 
 VERSION = 1                                             # another: the same sources and seed give other files
 MAX_PLIES = 9                                           # of a chess solution: own moves and replies after the trigger
@@ -119,7 +119,7 @@ def look(env, row: Row, name: str) -> tuple[str, str, Task | None, str]:
         n_plies = len(row.text("Moves").split()) - 1
         unwanted = "" if 1 <= n_plies <= MAX_PLIES else f"solution not of 1 to {MAX_PLIES} plies"
         return row.text("PuzzleId"), row.text("FEN"), None, unwanted
-    task = env.read(row, name)
+    task = read_task(env, row, name)
     return task.id, question_key(task), task, ""
 
 
@@ -157,7 +157,7 @@ def draw(env, name: str, rows: Iterator[Row], n: int | None, seed: int, leave_ou
             rank = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
             if len(ranks) == n and rank > -ranks[0][0]:
                 continue
-            task = task or env.read(row, name)
+            task = task or read_task(env, row, name)
             if env.find_fault(task):
                 drawn.drop("no usable reference", task_id)
                 continue
@@ -245,7 +245,7 @@ def write_splits(out: Path, splits: dict[str, list[dict]], draws: dict[str, Draw
     out.mkdir(parents=True, exist_ok=True)
     try:
         for name, text in texts.items():
-            with open(out / f"{name}.part", "w", encoding="utf-8", newline="") as file:
+            with naming(out / name), open(out / f"{name}.part", "w", encoding="utf-8", newline="") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -258,6 +258,7 @@ def write_splits(out: Path, splits: dict[str, list[dict]], draws: dict[str, Draw
 
 def file_sha256(path: Path) -> str:
     try:
+        refuse_special(path)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

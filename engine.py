@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar
 
 from keys import redact
+from rundir import naming
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 
@@ -102,8 +103,9 @@ def cast(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[
 def write_weights(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> None:
     """A folder that vLLM loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with naming(folder, SafetensorError):
+        config.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ import math_answer
 import twins
 from retriever import RetrieverDown, cut_text, open_retriever
 from search_answer import Judge, golds_of, last_answer, normalise, read_golds, same_answer
-from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
+from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows, refuse_special
 
 
 ROOT = Path(__file__).resolve().parent
@@ -156,6 +156,7 @@ class SearchEnv(Env):
             self.retriever = open_retriever(self.spec)  # asks nothing yet
         else:
             self.files = (Path(self.spec),)
+            refuse_special(self.spec)
             self.files[0].open().close()
         self.found: dict[tuple[int, str], list] = {}    # (topk, query) -> documents: the samples of a task ask the same
 

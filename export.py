@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
 from rft import read_checkpoint_record
-from rundir import UsageError, best_of, in_order, read_json, read_text, sha256
+from rundir import UsageError, best_of, in_order, naming, read_json, read_text, sha256, write_atomically
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -47,8 +47,8 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
         shutil.rmtree(aside)
     base = Model(config["model"], config["revision"], config["trust_remote_code"])
     changed = export_model(checkpoint, base, aside, DTYPES[dtype])
-    (aside / "harness.py").write_text(harness, encoding="utf-8")
-    (aside / "README.md").write_text(model_card(config, summary, point, which, dtype, changed), encoding="utf-8")
+    write_atomically(aside / "harness.py", harness)
+    write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
     if out.exists():
         out.rmdir()
     aside.rename(out)
@@ -82,13 +82,16 @@ def export_model(checkpoint: Path | None, base: str | Model, out: Path, dtype: t
         if whole_config.get_text_config() is not whole_config:          # a vision-language model
             model = AutoModelForImageTextToText.from_pretrained(**where, dtype=dtype, use_safetensors=True)
             put_back(trained, model)
-    model.save_pretrained(out)
-    load_tokenizer(last).save_pretrained(out)
+    with naming(out, Exception):
+        model.save_pretrained(out)
+        load_tokenizer(last).save_pretrained(out)
     try:
-        GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"],
-                                         revision=where.get("revision", "main")).save_pretrained(out)
+        generation = GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"],
+                                                      revision=where.get("revision", "main"))
     except OSError:
-        pass                                                            # the base has none; save_pretrained wrote ours
+        return changed                                                  # the base has none; save_pretrained wrote ours
+    with naming(out):
+        generation.save_pretrained(out)
     return changed
 
 

@@ -48,7 +48,8 @@ PRELOAD = "cmath datetime decimal fractions functools heapq itertools re statist
 
 MAX_CODE_BYTES = 1 << 16            # of a snippet; fits into a socket's buffer, so handing it over never blocks
 MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
-MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON
+MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON; the model's context is a tighter bound
+MAX_TOOL_REQUEST_BYTES = 1 << 17    # of one that is not for the model: the host keeps them all
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
@@ -387,9 +388,8 @@ class HarnessProgram:
             if not (problem := harness_api.check_request(request)):
                 self.request = request
                 event = to_json({"id": program_id, "kind": "request", "request": request}, allow_nan=False)
-                if len(event) <= MAX_REQUEST_BYTES:
+                if not (problem := check_size(request, event)):
                     return event
-                problem = f"a request is at most {MAX_REQUEST_BYTES} bytes of JSON"
             self.is_over = True
             self.generator.close()
             return to_json({"id": program_id, "kind": "error", "message": problem})
@@ -400,6 +400,12 @@ class HarnessProgram:
             return to_json({"id": program_id, "kind": "error", "message": describe(error)})
         finally:
             self.random_state = random.getstate()
+
+
+def check_size(request: dict, as_json: bytes) -> str:
+    """What is wrong with a request's size; "" when nothing is."""
+    most = MAX_REQUEST_BYTES if request["type"] == "generate" else MAX_TOOL_REQUEST_BYTES
+    return "" if len(as_json) <= most else f"a request of this kind is at most {most} bytes of JSON"
 
 
 def describe(error: BaseException) -> str:
@@ -431,6 +437,9 @@ def worker_child(jail: Jail, descriptor: int, memory_mb: int) -> None:
                     broken = describe(error)
                 continue
             program_id = frame["id"]
+            if "over" in frame:                         # by a limit of the host's; there is no answer to this
+                programs.pop(program_id, None)
+                continue
             if "task" in frame and not broken:
                 programs[program_id] = HarnessProgram(code, frame["seed"])
             if program_id in programs:
@@ -462,7 +471,8 @@ class Child:
     head: bytearray = field(default_factory=bytearray)      # first and last bytes of its output, each at most half of
     tail: bytearray = field(default_factory=bytearray)      # what `output_chars` can be in UTF-8
     n_bytes: int = 0
-    why: str = ""                   # why we killed it
+    is_late: bool = False           # we killed it for its time, if it had not ended by then
+    why: str = ""                   # why else we killed it
 
 
 def fork_to_order(jail: Jail, orders: socket.socket) -> None:
@@ -480,6 +490,7 @@ def fork_to_order(jail: Jail, orders: socket.socket) -> None:
                 if answer == 0:
                     try:
                         die_with(me)
+                        orders.close()
                         {"snippet": snippet_child, "worker": worker_child}[name](jail, descriptor, *args)
                     finally:
                         os._exit(EXIT_BROKEN)
@@ -524,8 +535,8 @@ class Helper:
         try:
             socket.send_fds(self.orders, [json.dumps(order).encode()], descriptors)
             return json.loads(self.orders.recv(1024))
-        except (OSError, ValueError):
-            sys.exit("the sandbox cannot make another process")     # the forker is dead, and so are its children
+        except ValueError:                                  # nothing: it is dead, and so are its children
+            raise OSError("it cannot make another process") from None
 
     def fork(self, channel: socket.socket, *order) -> int:
         with channel:
@@ -550,8 +561,8 @@ class Helper:
                 if child.channel in ready:
                     self.read_output(child)
                 if time.monotonic() >= child.deadline:
-                    child.deadline = math.inf
-                    self.kill(child, f"time limit of {child.limits.seconds:g} s reached")
+                    child.deadline, child.is_late = math.inf, True
+                    os.kill(child.pid, signal.SIGKILL)
             while self.queue and len(self.snippets) < self.max_jobs:
                 self.start_snippet(*self.queue.popleft())
         for pid in [*self.workers.values(), *(child.pid for child in self.snippets)]:
@@ -608,10 +619,11 @@ class Helper:
         """Its channel is closed: it is dead, or can tell us nothing any more. Reap it and answer."""
         self.snippets.remove(child)
         child.channel.sock.close()
+        child.deadline = math.inf                   # from here on its pid may be another's
         code, cpu_s = self.end(child.pid)
         status = ("infra" if not child.is_trusted else "killed" if child.why else "ok" if code == 0
                   else "error" if code == EXIT_RAISED else "killed")
-        why = child.why or cause_of_death(code, child.limits, cpu_s)
+        why = child.why or cause_of_death(code, child.limits, math.inf if child.is_late else cpu_s)
         self.tell({"job": child.job, "status": status, "why": why, "n_bytes": child.n_bytes}, child.head + child.tail)
 
 
@@ -682,4 +694,8 @@ def helper_main(control_fd: int, host_pid: int, max_jobs: int) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--helper"]:
-    helper_main(*map(int, sys.argv[2:]))
+    try:
+        helper_main(*map(int, sys.argv[2:]))
+    except OSError as caught:               # no process or no descriptor is left for us; said before our sockets close
+        os.write(2, f"the sandbox's helper process: {caught}\n".encode())
+        os._exit(EXIT_BROKEN)

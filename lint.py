@@ -48,7 +48,7 @@ class ForbiddenText:
 
 def parse_harness(source: str) -> tuple[ast.Module, str]:
     """-> syntax tree, and what the contract misses in it ("" if nothing)."""
-    if (n_bytes := len(source.encode("utf-8", "replace"))) > MAX_SOURCE_BYTES:
+    if (n_bytes := len(source.encode("utf-8", "surrogatepass"))) > MAX_SOURCE_BYTES:
         return ast.Module([], []), f"{n_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed"
     if unsafe := UNSAFE.search(lines := re.sub(r"\r\n|\f", "\n", source)):         # it may read as what it is not
         line = lines.count("\n", 0, unsafe.start()) + 1

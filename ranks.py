@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import stop
 
@@ -133,7 +134,8 @@ def launch(argv: list[str]) -> int:
     args = torchrun.parse_args(argv)
     store = keep_to_loopback(args) if args.standalone else None         # it serves for as long as it is held
     try:
-        torchrun.run(args)
+        with TemporaryDirectory(prefix="whale-ranks-") as args.log_dir:        # its own it leaves behind
+            torchrun.run(args)
     except ChildFailedError as error:
         # the launcher itself ends the others with SIGTERM; by any other signal a rank died without a word of its own
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -2,7 +2,8 @@
 
 The page has no script and no link to the outside: it opens from disk, follows the browser's light or dark mode, and its
 text is escaped by the template (report.html.jinja), whatever a model, a tool or a proposer wrote. It is written after
-every phase; `write_report` reads only what is finished, so it may be called while the run goes on.
+every phase that takes a few seconds; `write_report` reads only what is finished, so it may be called while a run goes
+on.
 
     bash run.sh report runs/math-whale-seed0          rebuilds it (or a comparison's: compare.py)
 """

@@ -22,7 +22,6 @@ Differs from the paper:
 Known limits at lr 1e-7, both of fp32 rounding: a weight with |w| > 2 does not move, and AdamW's decay does nothing.
 """
 
-import errno
 import hashlib
 import json
 import random
@@ -289,12 +288,10 @@ class Trainer:
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
-        try:
+        with naming(folder, Exception):  # safetensors and tokenizers have exceptions of their own for a full disk
             self.model.save_pretrained(aside, state_dict=weights)
             tokenizer.save_pretrained(aside)
             save_file(moments, aside / "trainer.safetensors")
-        except Exception as error:  # safetensors and tokenizers have exceptions of their own for a full disk
-            raise OSError(errno.EIO, f"could not be written: {error}", str(folder)) from error
         files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
         record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
         marker = aside / "trainer.json"

@@ -232,6 +232,12 @@ def tool_blocks(text: str) -> Iterator[str]:
         yield text[start:end]
 
 
+def remember_short(function: Callable[..., object]) -> Callable[..., object]:
+    """Samples of a task share their prompts; a harness that asks with a megabyte each time must not fill the memory."""
+    remembered = lru_cache(maxsize=1024)(function)
+    return lambda *texts: (remembered if sum(map(len, texts)) <= 1 << 16 else function)(*texts)
+
+
 class Prompter:
     """Chat messages -> prompt ids, through the model's own template. Sampled text is never tokenised again."""
 
@@ -242,13 +248,19 @@ class Prompter:
         special = set(tokenizer.all_special_tokens) | {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
-        self.render = lru_cache(maxsize=4096)(self._render)
-        self.encode = lru_cache(maxsize=4096)(self._encode)
+        self.render, self.encode = remember_short(self._render), remember_short(self._encode)
         self.is_special = lru_cache(maxsize=64)(lambda token: bool(self.special.fullmatch(self.decode([token]))))
 
-    def defuse(self, text: str) -> str:
-        """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn."""
-        return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+    def defuse(self, value):
+        """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn. So in
+        every text of some JSON; not in the JSON itself, where quotes and what is not ASCII are written otherwise."""
+        if isinstance(value, str):
+            return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], value)
+        if isinstance(value, list):
+            return [self.defuse(part) for part in value]
+        if isinstance(value, dict):
+            return {self.defuse(key): self.defuse(part) for key, part in value.items()}
+        return value
 
     def _render(self, messages: str, tools: str) -> str:
         return self.tokenizer.apply_chat_template(
@@ -264,7 +276,7 @@ class Prompter:
     def prompt(self, request: dict, said_text: str, said_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """-> prompt text and ids. Where the text begins with `said_text` (the last prompt and what the model said to
         it), the ids of that part are the recorded ones."""
-        text = self.render(self.defuse(json.dumps(request["messages"])), self.defuse(json.dumps(request.get("tools"))))
+        text = self.render(json.dumps(self.defuse(request["messages"])), json.dumps(self.defuse(request.get("tools"))))
         if said_text and text.startswith(said_text):
             return text, said_ids + self.encode(text[len(said_text):])
         return text, self.encode(text)
@@ -475,6 +487,7 @@ class Batch:
         live = self.live.pop(program)
         trace = live.trace
         self.engine.release((program, len(trace.calls) - 1))
+        self.programs.drop(program)
         trace.status, trace.end = status, why
         if status == "ok":
             reply = trace.last_reply

@@ -13,6 +13,7 @@ checksums: where one is damaged, the run says so, goes back to the last state th
 to set_aside/. Kept are the last --keep checkpoints and that of the best evaluation.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from screen import Screen
+from tasks import refuse_special
 from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
@@ -60,6 +62,7 @@ class State:
     ledger: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LEDGER})
     metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
     metrics_sha256: str = ""                # of these
+    n_threads: int = 0                      # of torch: sums in another order differ in the last bits
     complete: bool = False
 
 
@@ -265,6 +268,7 @@ def best_of(evals: list[dict]) -> dict:
 def read_bytes(path: Path) -> bytes:
     """UsageError if it cannot be read, with the path, as in all that is read here."""
     try:
+        refuse_special(path)
         return path.read_bytes()
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
@@ -290,6 +294,7 @@ def read_json(path: Path) -> dict:
 def iter_jsonl(path: Path) -> Iterator[dict]:
     """The rows of a file, one at a time."""
     try:
+        refuse_special(path)
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield json.loads(line)
@@ -330,13 +335,16 @@ def take_lock(folder: Path, what: str) -> TextIO:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A full disk is met when a file is written, and that error names none."""
+def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: what
+    a library raises for it instead."""
     try:
         yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
+    except (OSError, *others) as error:
+        if isinstance(error, OSError) and error.strerror:
+            error.filename = error.filename or str(path)
+            raise
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
@@ -348,11 +356,15 @@ def in_order(paths: Iterable[Path]) -> list[Path]:
 def write_atomically(path: Path, text: str) -> None:
     """A kill at any moment, or a power failure, leaves the old file or the new one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")          # a report may be rebuilt beside the run
-    with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)                                 # half a file on a full disk
+        raise
     sync(path.parent)
 
 

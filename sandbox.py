@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, cut_frames,
-    readable, split_message, to_json)
+    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, check_size,
+    cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -73,13 +73,16 @@ class Sandbox:
         env = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         if "LD_LIBRARY_PATH" in os.environ:             # some interpreters find their own library only by it
             env["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(           # -S -s: no site-packages
-                [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
-                 *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
-                env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True)                 # Ctrl-C is for the host
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(       # -S -s: no site-packages
+                    [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
+                     *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
+                    env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    start_new_session=True)             # Ctrl-C is for the host
+        except OSError as error:                        # no /dev/null, no descriptor or no process left for us
+            raise SandboxUnavailable(f"the sandbox's helper process cannot be started: {error}") from None
         self._control, self._n_spawned = Channel(ours), self._n_spawned + 1
         if (answer := self._await("report")) is None:
             raise SandboxUnavailable("the sandbox's helper process did not start; its error is above")
@@ -89,7 +92,7 @@ class Sandbox:
             self._lose_helper()
             raise SandboxUnavailable(
                 "; ".join(f"sandbox layer {name} is missing here: {why}" for name, why in refused.items())
-                + f". To run untrusted code without: {' '.join(f'--waive {name}' for name in refused)}")
+                + f". To run untrusted code without: --waive {','.join([*self.waive, *refused])}")
         return {"on": report["on"], "off": report["off"], "waived": [name for name in self.waive if name in missing]}
 
     def _lose_helper(self) -> None:
@@ -252,7 +255,7 @@ class Worker:
     channel: Channel
     pending: deque[Program] = field(default_factory=deque)      # whose answers are due, in the order of their frames
     n_answers: int = 0
-    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was found silent
+    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was first found late
 
 
 class Programs:
@@ -290,19 +293,25 @@ class Programs:
         if program.event is None:           # else it was lost with its worker, as `wait` will say
             self._submit(program, to_json({"id": program_id, "result": result}))
 
+    def drop(self, program_id: int) -> None:
+        """The program's last request will not be answered: its worker need not keep it."""
+        if self._programs.pop(program_id, None) and (worker := self._workers[program_id % len(self._workers)]):
+            worker.channel.post(to_json({"id": program_id, "over": True}))
+
     def wait(self, program_id: int) -> Event:
         """The program's next event; blocks for that one only, but serves all. After any but "request" it is gone."""
         program = self._programs[program_id]
         if program.event is None:
             self.flush()
+        next_check = time.monotonic() + self.limits.seconds / 2
         while program.event is None:
             workers = {worker.channel: worker for worker in self._workers if worker}
-            ready = readable(workers, self.limits.seconds / 2)
-            for channel in ready:
+            for channel in readable(workers, max(0, next_check - time.monotonic())):
                 if self._workers[workers[channel].slot] is workers[channel]:    # else it was ended a moment ago
                     self._read(workers[channel])
-            if not ready:
+            if program.event is None and time.monotonic() >= next_check:        # whatever trickles in meanwhile
                 self._check_time(self._workers[program_id % len(self._workers)])
+                next_check = time.monotonic() + self.limits.seconds / 2
         event, program.event = program.event, None
         if event.kind != "request":
             del self._programs[program_id]
@@ -352,7 +361,7 @@ class Programs:
             self._bury(worker, f"it wrote to the sandbox's own channel: {error!r:.200}")
 
     def _check_time(self, worker: Worker) -> None:
-        """The worker was silent for a while: end it if its exchange has had its time."""
+        """The worker owes an answer for a while: end it if its exchange has had its time."""
         answer, now = self.sandbox.ask_worker("cpu", worker.job), time.monotonic()
         if answer is None:
             self._bury(worker, "")
@@ -399,7 +408,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
 
-    message = json.loads(payload, parse_constant=refuse)
+    message = json.loads(payload.decode(), parse_constant=refuse)      # by itself it would take UTF-16, and surrogates
     if not isinstance(message, dict) or type(message.get("id")) is not int:
         raise ValueError("no program id")
     if b"\\ud" in payload or b"\\uD" in payload:
@@ -407,7 +416,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     kind, request, words = message.get("kind"), message.get("request"), message.get("message", "")
     if not isinstance(words, str) or kind not in ("request", "done", "error"):
         raise ValueError("no event")
-    if kind == "request" and (problem := harness_api.check_request(request)):
+    if kind == "request" and (problem := harness_api.check_request(request) or check_size(request, payload)):
         raise ValueError(problem)
     return message["id"], Event(kind, request if kind == "request" else None, words[:1000])
 

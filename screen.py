@@ -36,9 +36,13 @@ class Screen:
         """One line. `text` may hold a model's, a proposer's or a server's words: nothing in it is read as markup."""
         text = plain(text)
         self.console.print(Text(text, style=style))
-        if self.log_path:
-            with open(self.log_path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        try:
+            if self.log_path:
+                with open(self.log_path, "a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        except OSError as error:                # a copy of what was just shown, perhaps of a first error
+            self.console.print(Text(f"from here on without log.txt: {error.strerror}"))
+            self.log_path = None
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:

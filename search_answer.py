@@ -33,6 +33,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from keys import check_url, is_loopback
+from rundir import naming
 
 KEY = "WHALE_JUDGE_KEY"
 MAX_ANSWER_CHARS, MAX_JUDGED_CHARS, MAX_JUDGE_BYTES, BACKOFF_S = 500, 300, 65536, 1.0
@@ -221,7 +222,7 @@ class Judge:
 
     def _remember(self, case_hash: str, verdict: bool) -> None:
         if self._cache_path:
-            with open(self._cache_path, "a", encoding="utf-8") as file:
+            with naming(self._cache_path), open(self._cache_path, "a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({"hash": case_hash, "correct": verdict}))
         self.verdicts[case_hash] = verdict
 

@@ -24,6 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rundir import naming
+from tasks import refuse_special
+
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 1024          # the rest of a BM25 query is not read, as in Lucene
 MAX_TOK = 512                   # of a passage or query that E5 reads, as its model card says
@@ -96,6 +99,7 @@ class Corpus:
 
 def open_corpus(path: str | Path):
     try:
+        refuse_special(path)
         return open(path, "rb")
     except OSError as error:
         raise RetrieverError(f"--corpus {path}: cannot be read: {error.strerror}") from None
@@ -158,7 +162,7 @@ def check_index(index_dir: Path, expected: dict, complete: bool = True) -> None:
 def write_synced(path: Path, content: bytes) -> None:
     """A kill at any moment leaves the old file or the new one."""
     aside = path.with_name(path.name + ".tmp")
-    with open(aside, "wb") as file:
+    with naming(path), open(aside, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -183,10 +187,11 @@ class Bm25Index(Index):
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         bm25, offsets = count_words(corpus_path, progress)
-        bm25.save(aside, show_progress=False)
-        offsets.tofile(aside / "offsets")
-        (aside / "manifest.json").write_text(json.dumps(manifest))
-        (aside / "complete").touch()
+        with naming(index_dir):
+            bm25.save(aside, show_progress=False)
+            offsets.tofile(aside / "offsets")
+            (aside / "manifest.json").write_text(json.dumps(manifest))
+            (aside / "complete").touch()
         os.sync()
         aside.rename(index_dir)
 

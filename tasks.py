@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import math
+import re
 import stat
 import zlib
 from collections import Counter
@@ -191,10 +192,7 @@ class _ZstdFile(io.RawIOBase):
 
 def _parse_json(text: str, where: str) -> object:
     try:
-        value = json.loads(text, object_pairs_hook=_dict_of)
-        if "\\ud" in text.lower():                      # an escape may be half a character, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
+        return json.loads(text, object_pairs_hook=_dict_of)
     except (ValueError, RecursionError) as error:       # RecursionError: "[" * 100000
         raise DataError(f"{where}: is not JSON: {error}"[:500]) from error
 
@@ -215,6 +213,14 @@ def question_key(task: Task) -> str:
     return " ".join(" ".join(task.fields.values()).casefold().split())
 
 
+def read_task(env, row: Row, stem: str) -> Task:
+    """A row as its environment reads it. An escape such as \\ud800 is half a character, which no tokenizer takes."""
+    task = env.read(row, stem)
+    if re.search("[\ud800-\udfff]", "".join([task.id, task.source, *task.fields.values(), *task.answers])):
+        raise DataError(f"{row.where}: holds half a character, as the escape \\ud800 is")
+    return task
+
+
 def load_tasks(path: str | Path, env) -> list[Task]:
     """The tasks of one file, each question once; a broken row is a DataError, and nothing is returned.
 
@@ -225,7 +231,7 @@ def load_tasks(path: str | Path, env) -> list[Task]:
     places: dict[str, str] = {}                         # by id
     dropped: Counter[str] = Counter()
     for row in read_rows(path):
-        task = env.read(row, stem_and_kind(Path(path))[0])
+        task = read_task(env, row, stem_and_kind(Path(path))[0])
         key = question_key(task)
         if key in tasks:
             other_answer = tasks[key] and tasks[key].answer != task.answer

@@ -95,8 +95,8 @@ class VllmEngine:
             raise
 
     def _start(self, settings: dict, device: str) -> None:
-        # It pickles, and that is safe: a socket pair without a name, held by this process and the one started here, both
-        # of this file's code. What a model says crosses it as ids, and as text that is never unpickled.
+        # It pickles, and that is safe: a socket pair without a name, held by this process and the one started here, and
+        # both run this file. What a model says crosses it as ids, and as text that is never unpickled.
         ours, theirs = Pipe()
         cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
         gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus(device, self.tp)} if device != "cpu" else {}

@@ -26,6 +26,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 import rollout
 import sched
 import team
@@ -44,11 +46,13 @@ from report import REFRESH_S, report_mark, write_report
 from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
 from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
+from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
 
 UNBOUNDED = 1 << 62         # training rollouts
+PAGE_S = 5                  # phases that end within so many seconds share a page
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -115,6 +119,8 @@ class Run:
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
         self.cfg = cfg = pin_model(cfg)
+        if not cfg.run_dir.exists():
+            Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
         self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
@@ -143,6 +149,11 @@ class Run:
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
+        n_threads = torch.get_num_threads()
+        state.n_threads = state.n_threads or n_threads
+        if state.n_threads != n_threads:
+            self.say(f"this run began with {state.n_threads} torch threads and goes on with {n_threads}: it differs in "
+                     f"the last bits, and so in what it samples; OMP_NUM_THREADS={state.n_threads} repeats it exactly")
         if self.ranks.world > 1:
             self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines"
                      + "; the trainer is sharded over all" * (cfg.method != "harness"))
@@ -471,7 +482,7 @@ class Run:
         self.team.close()
         self.dir.close()
         if self.state.evals and not self.state.complete:                        # stopped: the page says so
-            self._show()
+            self._show(least_s=0)
 
     def show_again(self) -> None:
         """Of a complete run: writes again what it was killed before, or what is damaged."""
@@ -492,9 +503,9 @@ class Run:
                                version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
                                usd=caps.money())
         self.dir.save()
-        self._show()
+        self._show(least_s=0 if self.state.complete or len(self.state.evals) == 1 else PAGE_S)
 
-    def _show(self, least_s: float = 0.0) -> None:
+    def _show(self, least_s: float) -> None:
         """Writes report.html, if the last time is so long ago."""
         if time.monotonic() - self.shown_at < least_s:
             return

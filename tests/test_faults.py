@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -250,3 +252,116 @@ def test_a_signal_ends_a_small_command(tmp_path):
     below = descendants(process.pid)
     os.kill(process.pid, signal.SIGINT)
     assert_stopped(process, signal.SIGINT, below)
+
+
+# ---- disks -----------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A small tmpfs. From `arm` on it is full at the first opening, or making of a folder, of each kind that was not hit
+    before; a kind is a path without its numbers. `free_again` ends that."""
+    current, wanted = None, staticmethod(lambda name: True)
+
+    def __init__(self, path: Path):
+        self.path, self.hit, self.is_armed, self.kinds = path, set(), False, []
+
+    def hear(self, event: str, args: tuple) -> None:
+        if self.is_armed and event in ("open", "os.mkdir") and str(args[0]).startswith(str(self.path)):
+            if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+            kind = re.sub(r"\d+", "#", str(Path(args[0]).relative_to(self.path)))
+            if not self.wanted(Path(kind).name):
+                return
+            leaves = [0, 1 << 20, 5400 << 10] if event == "os.mkdir" and kind.endswith("step_#.tmp") else [0]
+            for room in leaves:                                      # a checkpoint's large files are written by no Python
+                if (kind, room) not in self.hit:
+                    self.hit.add((kind, room))
+                    return self.fill(room)
+
+    def fill(self, leave: int = 0) -> None:
+        self.is_armed = False
+        seen = os.statvfs(self.path)
+        with open(self.path / "ballast", "wb") as ballast:
+            os.posix_fallocate(ballast.fileno(), 0, max(1, seen.f_bavail * seen.f_frsize - leave))
+
+    def free_again(self) -> None:
+        (self.path / "ballast").unlink(missing_ok=True)
+
+
+sys.addaudithook(lambda event, args: Disk.current and Disk.current.hear(event, args))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "none", path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small disk needs the right to mount one: {done.stderr.strip()}")
+    Disk.current = Disk(path)
+    yield Disk.current
+    Disk.current = None
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_where_it_matters(finished, disk, monkeypatch):
+    names = {"metrics.jsonl", "step_#.tmp", "trainer.json", "state.json.#.tmp", "score.json.#.tmp"}
+    disk.wanted = names.__contains__
+    fill_at_each_kind(finished, disk, monkeypatch)
+    assert {Path(kind).name for kind, _ in disk.hit} == names
+
+
+def fill_at_each_kind(finished: Path, disk: Disk, monkeypatch) -> None:
+    """One run, which meets a full disk once at each kind of file that it writes, and goes on when there is room again."""
+    monkeypatch.setattr("whale.check_disk", lambda cfg: None)
+    folder, said = disk.path / "run", []
+    monkeypatch.setattr(tempfile, "tempdir", str(disk.path))         # nothing needs room in /tmp either
+    for _ in range(100):
+        disk.is_armed = True
+        code, output = go_on(folder)
+        disk.free_again()
+        assert "Traceback" not in output
+        if disk.is_armed:                                            # no kind is left
+            break
+        if code:
+            assert code == 1 and "No space left" in output and str(folder) in output and "goes on" in output, output
+            said.append(output)
+        else:                                                        # only the page was lost, and the run says so
+            assert "no report.html: " in output
+    assert code == 0, output
+    assert any("step_000001" in output and "os error 28" in output for output in said)        # in the words of a library
+    assert end_of(folder) == end_of(finished) and not list(folder.rglob("*.tmp"))
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("words", [
+    ["eval", "math", "--test", f"{ROOT}/embedded/math/test.jsonl[:2]", "--n", 1], ["export", "RUN"],
+    ["retriever", "--corpus", ROOT / "embedded/search/corpus.jsonl", "--build", "--index"]], ids=lambda words: words[0])
+def test_a_full_disk_under_a_small_command(finished, disk, words):
+    (disk.path / "out").mkdir()
+    disk.fill()
+    out = [disk.path / "out/index"] if "--index" in words else ["--out", disk.path / ("out" if words[0] == "eval" else "out/new")]
+    code, output = call(*[finished if word == "RUN" else word for word in words], *out)
+    assert code == 1 and ("No space left" in output or "os error 28" in output), output
+    assert str(disk.path) in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("what", ["read-only", "a file", "a dangling link", "below a file"])
+def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded(request, halfway, tmp_path, monkeypatch, what):
+    monkeypatch.setattr("team.TransformersEngine", None)
+    out = tmp_path / "runs"
+    match what:
+        case "read-only":
+            disk = request.getfixturevalue("disk")
+            out = disk.path
+            shutil.copytree(halfway, out / "run")
+            subprocess.run(["mount", "-o", "remount,ro", out], check=True)
+        case "a file":
+            out.write_text("precious")
+        case "a dangling link":
+            out.symlink_to(tmp_path / "nowhere")
+        case "below a file":
+            out.write_text("precious")
+            out = out / "deeper"
+    code, output = call("math", *SMALL, "--out", out, "--name", "run")
+    assert code == 2 and str(out) in output and "--out" in output and "Traceback" not in output, output
