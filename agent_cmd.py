@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jail
+import keys
 from rundir import UsageError
 from screen import plain
 from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, prompt_for, read_plain
@@ -51,8 +52,8 @@ EX_TEMPFAIL = 75
 PASSED = ("PATH HOME USER LOGNAME LANG LANGUAGE TERM TZ SHELL HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy "
           "https_proxy no_proxy all_proxy SSL_CERT_FILE SSL_CERT_DIR NODE_EXTRA_CA_CERTS REQUESTS_CA_BUNDLE "
           "CURL_CA_BUNDLE").split()     # and LC_*
-SECRETS = (".ssh", ".gnupg", ".netrc", ".git-credentials", ".cache/huggingface/token",      # in HOME, never read
-           ".cache/huggingface/stored_tokens", ".config/wandb")
+SECRETS = (".ssh .gnupg .netrc .git-credentials .aws .azure .docker .kube .pypirc .kaggle .config/wandb .config/gcloud "
+           ".config/gh .cache/huggingface/token .cache/huggingface/stored_tokens").split()      # in HOME, never read
 TRANSIENT = re.compile(r"overloaded|rate.?limit|too many requests|\b(429|500|502|503|504|529)\b|timed? ?out|try again|"
                        r"temporar|connection|network|ECONNRE|EAI_AGAIN|socket hang up|disconnected|unavailable", re.I)
 FINAL = re.compile(r"usage limit|quota|credit balance|billing|log.?in|authenticat|api.?key|unauthorized", re.I)
@@ -210,8 +211,10 @@ def paths_in_home(settings: ProposerConfig) -> tuple[list[str], list[str]]:
     state = [home / name for agent in AGENTS.values() for name in agent.state.split()]
     if settings.proposer_cmd in AGENTS:
         state += [Path(os.environ[name]) for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME") if os.environ.get(name)]
+    secrets = [home / name for name in SECRETS] + [Path(os.environ[name]) / file for name, file in (
+        ("HF_TOKEN_PATH", ""), ("HF_HOME", "token"), ("HF_HOME", "stored_tokens")) if os.environ.get(name)]
     return ([str(path) for path in state if path.exists()],
-            [str(home / name) for name in SECRETS if (home / name).exists()])
+            [str(path) for path in secrets if path.exists()])
 
 
 # ---- a session ------------------------------------------------------------------------------------------------------
@@ -307,7 +310,8 @@ class Watched:
                "closed": [*map(str, workplace.closed), *secrets], "host": os.getpid(),
                "writable": [str(workplace.folder), str(private), *state, *devices],
                "places": [str(workplace.folder.parent), *state],        # of devices no mode is its to change
-               "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES}
+               "landlock": LAYER not in workplace.waived, "namespaces": NAMESPACES,
+               "blots": keys.blots(os.environ)}         # it may print what it sees
         transcript.write_bytes(b"")
         self.report, self.begun, self.seconds, self.wall_s = {"end": "lost"}, time.monotonic(), 0.0, wall_s
         self.process = subprocess.Popen(

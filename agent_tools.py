@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from lint import MAX_SOURCE_BYTES, lint, parse_harness, program_of
+from rundir import in_order
 
 MAX_ANSWER = 12_000             # characters of an answer: a quarter of the context of a small local model
 MAX_LINE = 1_500                # of a line, where several are read
@@ -102,7 +103,7 @@ class Workbench:
         self.proposals: dict[str, dict] = {}
         self.report: str | None = None          # set by `finish`, which
         self.warned = False                     # is asked to be called again, once, when slots are left
-        archives = sorted(self.folder.glob("archive/*/history.jsonl"))
+        archives = in_order(self.folder.glob("archive/*/history.jsonl"))
         self.archive = archives[-1].parent if archives else self.folder
 
     @property

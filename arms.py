@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from config import ROOT, Config, check_schedule, rollout_budget
-from rundir import UsageError, read_json
+from rundir import UsageError, read_json, read_sealed
 
 
 LIBC = ctypes.CDLL(None)
@@ -36,7 +36,7 @@ class Arm:
     @property
     def complete(self) -> bool:
         state = self.folder / "state.json"                     # written after the summary
-        return state.exists() and read_json(state)["complete"]
+        return state.exists() and read_sealed(state)["complete"]
 
 
 def plan_arms(cfg: Config, splits: dict, methods: list[str], schedules: list[tuple[float, int]],
@@ -104,7 +104,8 @@ def start_arm(arm: Arm, n_threads: int) -> subprocess.Popen:
     with open(log_of(arm), "ab") as log:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "cli.py"), arm.cfg.domain, *flags], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(n_threads)}, preexec_fn=_die_with_parent)
+            stderr=log, env=os.environ | {"OMP_NUM_THREADS": str(n_threads)}, preexec_fn=_die_with_parent,
+            start_new_session=True)                                 # Ctrl-C is for us, who end them
 
 
 def _die_with_parent() -> None:

@@ -43,6 +43,7 @@ from rich.table import Table
 import rollout
 from config import ROOT, Config, code_version, load_splits, rollout_config, train_config
 from engine import load_model, weights_checksum
+from keys import without_secrets
 from measure import (
     GROUP, TINY, TRL_PACKAGES, Holding, LeftOut, Parts, Row, Side, generate, in_a_process, median_ratio,
     proc_bytes, replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly, trl_python)
@@ -350,7 +351,8 @@ def a_token_of_runs(n_runs: int, world: int, n_prompts: int, out: Path) -> list[
         [sys.executable, *launcher, str(ROOT / "cli.py"), "math", "--method", "weight", "--name", str(i),
          "--out", str(out), "--prompt-batch", str(world * n_prompts), "--rollouts", str(4 * GROUP * world * n_prompts),
          "--n-eval", "1", "--test", f"{data}/test.jsonl[:8]", "--harness-set", f"{data}/harness.jsonl[:8]"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=without_secrets(os.environ) | {"OMP_NUM_THREADS": "1"})
         for i in range(n_runs)]
     if any([run.wait() for run in runs]):
         raise LeftOut(f"a run of {world} ranks failed")

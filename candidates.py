@@ -5,7 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from acceptance import pareto_front
+from rundir import in_order, iter_jsonl, read_sealed
 from task_text import Finding
+
+N_CYCLES = 10           # earlier ones that a proposer is told of: with all, what it reads would grow without end
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,12 @@ def history_row(outcome: Outcome) -> str:
 
 
 def earlier_findings(folder: Path) -> list[Finding]:
-    """What the archives before this one in the same run found, against each candidate's parent."""
+    """What the last archives before this one in the same run found, against each candidate's parent."""
     found = []
-    for archive in sorted(folder.parent.glob("cycle_*")) if folder.name.startswith("cycle_") else []:
-        if archive.name >= folder.name or not (archive / "acceptance.json").exists():
-            continue
-        kept = json.loads((archive / "acceptance.json").read_text())["name"]
-        rows = [json.loads(line) for line in (archive / "history.jsonl").read_text().splitlines()]
+    archives = in_order(folder.parent.glob("cycle_*")) if folder.name.startswith("cycle_") else []
+    archives = archives[:archives.index(folder)] if folder in archives else archives
+    for archive in [path for path in archives if (path / "acceptance.json").exists()][-N_CYCLES:]:
+        kept, rows = read_sealed(archive / "acceptance.json")["name"], list(iter_jsonl(archive / "history.jsonl"))
         means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}
         found += [Finding(int(archive.name.removeprefix("cycle_")), row["name"], row["mean"], tuple(row["ci95"]),
                           means[row["parent"]], row["hypothesis"], row["name"] == kept)

@@ -20,6 +20,7 @@ import requests
 import urllib3
 
 from agent_tools import clean, tool_schemas
+from keys import check_url, is_loopback, read_key, redact_bytes
 from rundir import UsageError
 from sessions import ProposerConfig, price_of
 
@@ -82,8 +83,7 @@ class Endpoint:
         self.settings, self.deadline, self.pause = settings, deadline, pause
         self.url = settings.proposer_url.rstrip("/")
         self.url += "" if re.search(r"/v\d", urlsplit(self.url).path) else "/v1"
-        host = urlsplit(self.url).hostname or ""
-        self.is_loopback = host in ("localhost", "::1") or host.startswith("127.")
+        self.is_loopback = is_loopback(self.url)
         self.takes = {"tools", "seed"}          # what it has not refused
         self.spent = Spent()
 
@@ -158,10 +158,8 @@ class Endpoint:
                         content += part
                         if len(content) > MAX_BODY_BYTES or time.monotonic() > give_up:
                             return answer.put((0, "", b"too much or too slow"))
-                whole = bytes(content)
-                if len(key) >= 12:                              # "EMPTY" is no secret
-                    whole = whole.replace(key.encode(), b"***")
-                answer.put((response.status_code, response.headers.get("Retry-After", ""), whole))
+                    asked = response.headers.get("Retry-After", "")
+                answer.put((response.status_code, asked, redact_bytes(bytes(content))))
             except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 # not the error's own text: it may hold what a header or a proxy's address holds
                 answer.put((0, "", f"{type(error).__name__}; is the server there?".encode()))
@@ -175,18 +173,11 @@ class Endpoint:
 
 def check_settings_api(settings: ProposerConfig) -> ProposerConfig:
     """The settings with the model's name, asked of the server if there is none. UsageError says what to change."""
-    url, key = settings.proposer_url, os.environ.get(KEY, "")
     try:
-        parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
-    except ValueError:
-        fine = False
-    if fine and (parts.username or parts.password):
-        raise UsageError(f"--proposer-url must hold no name or password; a key goes into {KEY}")
-    if not fine:
-        raise UsageError(f"--proposer-url must be like http://localhost:8000/v1, not {url!r}")
-    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise UsageError(f"{KEY} holds a character that no header may hold (a line end?)")
+        check_url("--proposer-url", settings.proposer_url, KEY)
+        read_key(KEY)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if settings.proposer_price and not re.fullmatch(r"\d{1,9}(\.\d+)?,\d{1,9}(\.\d+)?", settings.proposer_price):
         raise UsageError(f'--proposer-price is "IN,OUT", $ a million tokens, as 3,15; not {settings.proposer_price!r}')
     names = []

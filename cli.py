@@ -20,10 +20,17 @@ import inspect
 import json
 import os
 import re
+import shutil
+import signal
 import sys
 from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
+
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds
 
 import torch
 
@@ -38,7 +45,8 @@ import rollout
 from agent_cmd import LAYER as AGENT_LAYER
 from arms import ArmFailed
 from config import (
-    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, read_file, rollout_config, train_config)
+    BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model,
+    read_file, rollout_config, train_config)
 from costs import check_costs
 from engine import EngineDied, ModelError, locate
 from envs import ENVS, verify_cases
@@ -46,23 +54,22 @@ from tasks import DataError, Row
 from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
+from keys import HTTPS
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
-from rft import CheckpointError
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError
+from rundir import UsageError, read_sealed, write_atomically
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import UNSAFE, Screen, plain
 from track import TrackerError
 from search_answer import JudgeDown
 from search_index import RetrieverError
-from server_call import read_urls
 from stats import bootstrap_ci
 from team import follow, open_engine
 from whale import Run, task_means, train_whale
 
-EXIT_REFUSED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_REFUSED, EXIT_USAGE = 1, 2
 
 
 def add_config_flags(parser: argparse.ArgumentParser, domain: str | None = None) -> None:
@@ -111,15 +118,16 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for knob in fields(Config):
         value, (low, high) = getattr(cfg, knob.name), BOUNDS.get(knob.name, (0, 10**9))
-        flag = f"--{knob.name.replace('_', '-')} {value}"
+        flag = f"--{knob.name.replace('_', '-')}"
         if isinstance(value, str) and UNSAFE.search(value.replace("\n", "\0").replace("\t", "\0")):
-            raise UsageError(f"{flag!r}: holds a character that cannot be shown")
+            raise UsageError(f"{flag}: holds a character that cannot be shown")
         if not isinstance(value, str) and not low <= value <= high:                     # nor is NaN
-            raise UsageError(f"{flag}: must be at least {low} and at most {high}")
+            raise UsageError(f"{flag} {value}: must be at least {low} and at most {high}")
     if cfg.max_iterations < cfg.min_iterations:
         raise UsageError(f"--max-iterations {cfg.max_iterations}: must be at least --min-iterations, "
                          f"{cfg.min_iterations}")
-    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER))
+    check_layers(cfg.waived, (*LAYERS, AGENT_LAYER, HTTPS))
+    check_urls(cfg)
     check_costs(cfg)
     if cfg.tp > 1 and cfg.engine != "vllm":
         raise UsageError(f"--tp {cfg.tp} is for --engine vllm")
@@ -130,9 +138,7 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                          f"--urls {cfg.urls} is for --engine server, and this is --engine {cfg.engine}")
     if "/" in cfg.name or cfg.name in (".", ".."):
         raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
-    if cfg.urls:
-        read_urls(cfg.urls)
-    else:
+    if not cfg.urls:
         locate(cfg.model)
     if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", cfg.device):
         raise UsageError(f"--device {cfg.device}: is cpu or cuda")
@@ -156,15 +162,12 @@ def command_run(args: argparse.Namespace) -> int:
     run = Run(cfg, args.ranks)
     if run.state.complete:
         print(f"this run is complete; nothing to do. Give another --name or --seed, or remove {run.dir.path}")
-        page, state = run.dir.path / "report.html", run.dir.path / "state.json"
-        if not page.exists() or page.stat().st_mtime_ns < state.stat().st_mtime_ns:     # killed between the two
-            report.write_report(run.dir.path)
+        run.show_again()
     else:
         with closing(run):
             train_whale(run)
     folder = run.dir.path
-    run.dir.screen.show_end(json.loads((folder / "summary.json").read_text()), run.h0,
-                            (folder / "final_harness.py").read_text(), folder)
+    run.dir.screen.show_end(read_sealed(folder / "summary.json"), run.h0, run.harness.source, folder)
     return 0
 
 
@@ -174,6 +177,8 @@ def open_parts(args: argparse.Namespace):
     env, splits = load_splits(cfg)
     source = read_file(cfg.harness or str(env.h0))
     env.open()
+    cfg = pin_model(cfg)
+    print(*describe_model(cfg), sep="\n", end="\n" * bool(describe_model(cfg)), file=sys.stderr)
     engine = open_engine(cfg)
     sandbox = Sandbox(waive=cfg.waived_layers)
     return cfg, env, splits, source, engine, sandbox, rollout_config(cfg)
@@ -194,7 +199,7 @@ def command_eval(args: argparse.Namespace) -> int:
     key = hashlib.sha256(json.dumps([source, args.split, n, asdict(cfg)]).encode()).hexdigest()[:12]
     path = Path(cfg.out) / "eval" / f"{cfg.domain}-{args.split}-{key}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
+    write_atomically(path, "".join(json.dumps(trace.to_json()) + "\n" for trace in traces))
     summary = rollout.summarise(traces)
     show(args, {"mean": sum(means) / len(means), "ci95": list(bootstrap_ci(means, cfg.seed)), "n_tasks": len(tasks),
                 "n_ok": summary["n_ok"], "n_error": summary["n_error"], "n_killed": summary["n_killed"], "n_infra": 0,
@@ -341,8 +346,17 @@ def run_command(argv: list[str] | None, ranks: Ranks) -> int:
     return args.command(args)
 
 
+def room_at(path: str | None) -> str:
+    """The most frequent reason for a file that cannot be written."""
+    folders = [Path(path).absolute(), *Path(path).absolute().parents] if path else []
+    for folder in folders:
+        if folder.is_dir():
+            return f" ({shutil.disk_usage(folder).free >> 20:,} MiB are free on that disk)"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> int:
-    ranks = ALONE
+    ranks, stop.can_raise, stop.was_told = ALONE, True, False
     try:
         with open_ranks() as ranks:
             if ranks.rank:
@@ -351,19 +365,24 @@ def main(argv: list[str] | None = None) -> int:
             code = run_command(argv, ranks)
             ranks.broadcast(None)                       # no more orders
             return code
-    except (UsageError, DataError, ModelError, CheckpointError, SandboxUnavailable, SearchError, InfraError, EngineDied,
+    except (UsageError, DataError, ModelError, SandboxUnavailable, SearchError, InfraError, EngineDied,
             RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
         print(plain(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
-    except KeyboardInterrupt:
-        print("run.sh: stopped; the same command goes on from the last finished step", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = next(iter(error.args), signal.SIGINT)
+        if stop.is_listening:
+            stop.end_children()
+        stop.tell(number)
+        return 128 + number
     except OSError as error:
-        print(f"run.sh: {error.filename or ''}: {error.strerror}; what was finished is safe, the same command goes on",
-              file=sys.stderr)
+        print(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was finished is "
+              "safe: when this is mended, the same command goes on", file=sys.stderr)
         return EXIT_REFUSED
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")            # a model's words, in a locale that lacks their letters
     sys.exit(main())

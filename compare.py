@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from arms import Arm, ArmFailed, plan_arms, run_arms
-from config import ROOT, Config, identity_of, load_splits, read_file
+from config import ROOT, Config, describe_model, identity_of, load_splits, pin_model, read_file
 from plots import Figures, Series
 from report import RATES, as_usage_error, is_running, phase_spans, read_run, render
-from rundir import AMOUNTS, LEDGER, UsageError, best_of, read_json, take_lock, write_atomically
+from rundir import AMOUNTS, LEDGER, UsageError, best_of, read_json, read_sealed, take_lock, write_atomically
 from sched import METHODS
 from screen import LEDGER_TITLES, ledger_cells
 from stats import paired_ci
@@ -48,7 +48,7 @@ def collect(folder: Path) -> dict:
     arms, settings = [], None
     for name, label in asked["arms"].items():
         arm = folder / "arms" / name
-        if not (arm / "state.json").exists() or not read_json(arm / "state.json")["complete"]:
+        if not (arm / "state.json").exists() or not read_sealed(arm / "state.json")["complete"]:
             continue
         (config, state, metrics), summary = read_run(arm), read_json(arm / "summary.json")
         own = comparable(read_json(arm / "config.json"), asked["varies"])
@@ -282,6 +282,9 @@ def command_compare(cfg: Config, methods: str | None, schedules: str | None, n_s
         raise UsageError(f"--schedules are those of --method whale or fst; {cfg.method} does not keep E and I in turn")
     cfg = replace(cfg, name=cfg.name or f"compare-{cfg.domain}" + "-schedules" * bool(pairs))
     env, splits = load_splits(cfg)
+    cfg = pin_model(cfg)                            # once, for all arms
+    for line in describe_model(cfg):
+        print(line)
     arms = plan_arms(cfg, splits, names, pairs, n_seeds)
     identity = identity_of(arms[0].cfg, env, splits, read_file(cfg.harness or str(env.h0)))
     folder, n_cores = cfg.run_dir, len(os.sched_getaffinity(0))

@@ -10,24 +10,29 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import chat_endpoint
+import keys
 import sched
+import server_call
 from agent_cmd import LAYER as AGENT_LAYER
 from acceptance import ACCEPT, kept_rollouts
+from engine import Model, find_commit, is_hub_name
 from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
-from rollout import RolloutConfig
-from rundir import UsageError, scorer_paths, sha256
+from rollout import RolloutConfig, max_trace_bytes
+from rundir import UsageError, read_json, scorer_paths, sha256
 from sandbox import Limits
-from search_answer import Judge
+from search_answer import KEY as JUDGE_KEY, Judge
 from sessions import ProposerConfig
 from tasks import Task, check_disjoint, refuse_special
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
+N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Config:
     out: str = str(ROOT / "runs")
     # theta, D_weight, D_harness, D_test
     model: str = "Qwen/Qwen3.5-2B"
+    revision: str = ""                      # of a hub model: commit, tag or branch; "": main; its commit is recorded
+    trust_remote_code: bool = False         # run code that comes with the model, with all rights of this user
     train: str = ""                         # FILE or FILE[a:b], rows a to b
     harness_set: str = ""
     test: str = ""
@@ -92,6 +99,7 @@ class Config:
     head_chunk_tok: int = 256               # of a vocabulary of 248,320: 0.9 GiB; four times as many are hardly faster
     autocast_bf16: bool = True
     gradient_checkpointing: bool = True     # less memory, more time; changes no result
+    keep: int = 2                           # checkpoints: so many of the last, and the best evaluation's in any case
     # machinery
     engine: str = "vllm"                    # what samples: transformers, vllm, server
     device: str = "cpu"                     # cpu or cuda; with several ranks, one GPU each
@@ -123,13 +131,18 @@ class Config:
         return Path(self.out) / (self.name or f"{self.domain}-{self.method}-seed{self.seed}")
 
     @property
+    def theta(self) -> Model:
+        """What is loaded wherever the model is."""
+        return Model(self.model, self.revision, self.trust_remote_code)
+
+    @property
     def waived(self) -> tuple[str, ...]:
         return tuple(filter(None, self.waive.split(",")))
 
     @property
     def waived_layers(self) -> tuple[str, ...]:
         """Those of the sandbox."""
-        return tuple(name for name in self.waived if name != AGENT_LAYER)
+        return tuple(name for name in self.waived if name not in (AGENT_LAYER, keys.HTTPS))
 
 
 PRESETS = {
@@ -153,7 +166,7 @@ CHOICES = {"domain": tuple(ENVS), "engine": ("transformers", "vllm", "server"),
 BOUNDS = {
     **dict.fromkeys(("cycles", "iterations", "candidates", "prompt_batch", "group_size", "n_eval", "max_calls",
                      "max_assistant_tok", "max_proposer_failures", "patience_iterations", "min_iterations",
-                     "max_iterations", "minibatch", "micro_tok", "head_chunk_tok"), (1, 10**9)),
+                     "max_iterations", "keep", "minibatch", "micro_tok", "head_chunk_tok"), (1, 10**9)),
     "seed": (0, 2**63 - 1), "max_len": (16, 10**9), "n_rows": (1, 1 << 16), "n_workers": (1, 1024), "tp": (1, 1024),
     "top_p": (1e-9, 1), "temperature": (0, 100), "lr": (1e-30, 1), "max_grad_norm": (1e-30, 10**9),
     "weight_decay": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "gpu_memory_frac": (0.01, 1),
@@ -161,7 +174,7 @@ BOUNDS = {
     **dict.fromkeys(("tool_mb", "harness_mb"), (64, 1 << 20))}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
-FREE_ON_RESUME = {"out", "name", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
+FREE_ON_RESUME = {"out", "name", "keep", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",
                   "gradient_checkpointing", "proposer_price", "proposer_s", "proposer_usd", "proposer_env",
                   "model_price", "max_proposer_failures", "max_rollouts", "max_proposals", "max_cost"}
 
@@ -275,7 +288,25 @@ def secret_paths(cfg: Config) -> tuple[Path, ...]:
 def guarded_paths(cfg: Config) -> tuple[Path, ...]:
     """What a proposer must not write: what decides a score, and what a run goes on from."""
     local = [path for path in (Path(cfg.model),) if path.exists()]
-    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json", *secret_paths(cfg)[2:])
+    return (*scorer_paths(), *local, cfg.run_dir / "config.json", cfg.run_dir / "state.json",
+            cfg.run_dir / "weights", *secret_paths(cfg)[2:])
+
+
+def check_urls(cfg: Config) -> None:
+    """UsageError or ModelError if a flag holds no URL of a server, or one with a secret, or if a key would be seen on
+    its way. It comes before all else that could repeat what a flag holds."""
+    engines = server_call.read_urls(cfg.urls) if cfg.urls else []
+    retrievers = cfg.retriever.split(",") if "://" in cfg.retriever else []
+    try:
+        for flag, urls, name in (("--urls", engines, server_call.KEY), ("--retriever", retrievers, ""),
+                                 ("--judge-url", [cfg.judge_url], JUDGE_KEY),
+                                 ("--proposer-url", [cfg.proposer_url], chat_endpoint.KEY)):
+            for url in filter(None, map(str.strip, urls)):
+                keys.check_url(flag, url, name)
+                if keys.HTTPS not in cfg.waived:
+                    keys.check_cleartext(flag, url, name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
@@ -283,7 +314,7 @@ def open_judge(cfg: Config, cache_path: Path | None = None) -> Judge | None:
     if bool(cfg.judge_url) != bool(cfg.judge_model):
         raise UsageError("--judge-url and --judge-model go together")
     try:
-        key = os.environ.get("WHALE_JUDGE_KEY") or None
+        key = keys.read_key(JUDGE_KEY) or None
         return Judge(cfg.judge_url, cfg.judge_model, key, cache_path=cache_path) if cfg.judge_url else None
     except ValueError as error:
         raise UsageError(f"--judge-url: {error}") from None
@@ -296,6 +327,28 @@ def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dic
             "sha256": {**{split: hash_tasks(tasks) for split, tasks in splits.items()},
                        "model": hash_model(cfg.model), "h0": sha256(h0),
                        **{path.name: hash_model(str(path)) for path in env.files}}}
+
+
+def pin_model(cfg: Config) -> Config:
+    """The same settings with the commit of a hub model, for all that is loaded of it from here on. A run that has begun
+    goes on with the commit that it recorded, wherever the branch is now. ModelError if it cannot be known."""
+    if not is_hub_name(cfg.model):
+        if cfg.revision:
+            raise UsageError(f"--revision {cfg.revision}: is for a model of the hub, and --model {cfg.model} is none")
+        return cfg
+    record = cfg.run_dir / "config.json"
+    before = read_json(record).get("config", {}) if record.exists() and not cfg.revision else {}
+    if before.get("model") == cfg.model and isinstance(before.get("revision"), str):
+        return replace(cfg, revision=before["revision"])
+    # a server's name for its model is no business of the hub's
+    return replace(cfg, revision=find_commit(cfg.model, cfg.revision, ask_hub=cfg.engine != "server") or cfg.revision)
+
+
+def describe_model(cfg: Config) -> list[str]:
+    """What its user should know of where a model comes from."""
+    return [f"{cfg.model} at commit {cfg.revision}"] * bool(cfg.revision) + [
+        f"--trust-remote-code true: code that comes with {cfg.model} is run, with all rights of this user: it can read "
+        "keys, change results, and reach the network"] * cfg.trust_remote_code
 
 
 def hash_tasks(tasks: list[Task]) -> str:
@@ -313,22 +366,78 @@ def hash_model(model: str) -> str:
     return digest.hexdigest()
 
 
-def check_disk(cfg: Config) -> None:
-    """Two checkpoints are kept while a third is written, each of fp32 weights and two AdamW moments."""
-    path, out = Path(cfg.model), Path(cfg.out).absolute()
+@dataclass(frozen=True)
+class DiskPlan:
+    """Bytes that a run directory takes."""
+    n_checkpoints: int          # the last --keep, the best, one that is being written, one for servers to read
+    checkpoint: int
+    records: int                # all else, if rollouts fill the model's context once
+    most: int                   # and if each fills all that it may, as a harness can make it do
+
+    @property
+    def needed(self) -> int:
+        return self.n_checkpoints * self.checkpoint + self.records
+
+    def __str__(self) -> str:
+        at_most = self.needed - self.records + self.most
+        parts = [f"{self.n_checkpoints} checkpoints of {self.checkpoint >> 20:,} MiB"] * (self.n_checkpoints > 0)
+        parts += [f"traces and all else {self.records >> 20:,} MiB"]
+        return f"about {self.needed >> 20:,} MiB ({', '.join(parts)}), at most {at_most >> 20:,} MiB"
+
+
+def n_weights_of(model: str) -> int:
+    """Of a local model whose files are bf16; 0 where it is not here yet."""
+    path = Path(model)
     files = list(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
-    needed = 3 * 6 * sum(file.stat().st_size for file in files) + (200 << 20)          # files of bf16, 2 bytes a weight
+    return sum(file.stat().st_size for file in files) // 2
+
+
+def plan_disk(cfg: Config, n_weights: int, n_train: int, n_harness_tasks: int, n_test: int) -> DiskPlan:
+    """Of a run that spends what is planned; an adaptive one without --rollouts may go on for longer."""
+    budget, a_step = rollout_budget(cfg, n_train, n_harness_tasks), cfg.prompt_batch * cfg.group_size
+    epochs, iterations = (cfg.patience_epochs, cfg.min_iterations) if cfg.method == "adaptive" else (
+        cfg.epochs, cfg.iterations)
+    a_phase = 1 if cfg.one_search else n_steps("--epochs", epochs, cfg, n_train)              # weight steps
+    a_search = 1 + (iterations - 1) * cfg.candidates                                            # candidates
+    if cfg.method in ALTERNATING:
+        n_cycles = 1 + budget // (a_phase * a_step + a_search * n_harness_tasks)
+        n_weight_steps, n_scored, n_evals = a_phase * n_cycles, a_search * n_cycles, 1 + 2 * n_cycles
+    else:
+        n_weight_steps = 0 if cfg.method == "harness" else 1 + budget // a_step
+        n_scored = 0 if cfg.method == "weight" else 1 + budget // n_harness_tasks
+        n_evals = 3 + n_weight_steps // a_phase + n_scored // a_search
+    if cfg.eval_epochs:
+        n_evals += n_weight_steps // n_steps("--eval-epochs", cfg.eval_epochs, cfg, n_train)
+    n_sessions = 0 if cfg.proposer == "rules" else n_scored
+
+    def records(trace: int, whole: int, session: int) -> int:
+        """`whole`: a trace with its tokens. A candidate's other files and its place on the page: 128 KiB."""
+        return (n_evals * n_test * (whole + 300 * cfg.n_eval) + n_scored * (n_harness_tasks * trace + (128 << 10))
+                + n_weight_steps * 2 * N_SHOWN * whole + n_sessions * session + (4 << 20))
+
+    usual, most = 4 * cfg.max_len, max_trace_bytes(cfg.max_calls, cfg.max_len)
+    n_checkpoints = cfg.keep + 2 + (cfg.engine == "server") if n_weight_steps else 0
+    return DiskPlan(n_checkpoints, 3 * 4 * n_weights + (1 << 20),                   # in fp32, and two AdamW moments
+                    records(usual, 4 * usual, 1 << 20), records(3 * most, 8 * most, 21 << 20))  # JSON escapes
+
+
+def check_disk(cfg: Config, plan: DiskPlan) -> str:
+    """What the run directory takes, in words. UsageError if there is no room for what is not there yet."""
+    out = Path(cfg.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {needed >> 20:,} MiB; make "
-                         "room or choose another place with --out")
+    free, there = shutil.disk_usage(existing).free, [path.stat() for path in cfg.run_dir.rglob("*") if path.is_file()]
+    left = plan.needed - sum(seen.st_size for seen in there)
+    if free < left:
+        raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {left >> 20:,} MiB more; make "
+                         f"room or choose another place with --out. Its directory takes {plan}")
+    return f"{cfg.run_dir} takes {plan}; {free >> 20:,} MiB are free"
 
 
 def code_version() -> str:
     """The commit, marked if files differ from it; without git, the version."""
     try:
-        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        commit, changes = (subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,
+                                          env=keys.without_secrets(os.environ))
                            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]))
     except (OSError, subprocess.CalledProcessError):
         return VERSION

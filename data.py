@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.table import Table
 
 from envs import ENVS
-from rundir import UsageError
+from rundir import UsageError, naming
 from screen import Screen
 from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows, read_task, refuse_special
 
@@ -245,7 +245,7 @@ def write_splits(out: Path, splits: dict[str, list[dict]], draws: dict[str, Draw
     out.mkdir(parents=True, exist_ok=True)
     try:
         for name, text in texts.items():
-            with open(out / f"{name}.part", "w", encoding="utf-8", newline="") as file:
+            with naming(out / name), open(out / f"{name}.part", "w", encoding="utf-8", newline="") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

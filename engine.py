@@ -24,9 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
+
+from keys import redact
+from rundir import naming
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 
@@ -39,6 +44,17 @@ class EngineDied(RuntimeError):
 
 class ModelError(ValueError):
     """The model folder is missing, broken, or of a kind that this engine cannot serve; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, where its name alone does not say enough. What takes one takes a name or a path too: a plain str."""
+    name: str                                   # an HF folder, a .gguf file or a hub name
+    revision: str = ""                          # of a hub name: a commit, a tag or a branch; "": main
+    trust_remote_code: bool = False             # whether code that comes with it is run, with all rights of this user
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -86,8 +102,9 @@ def cast(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[
 def write_weights(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> None:
     """A folder that vLLM loads."""
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with naming(folder, SafetensorError):
+        config.save_pretrained(folder)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -126,34 +143,60 @@ def stop_ids_of(generation: GenerationConfig | None, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id} | set([stops] if isinstance(stops, int) else stops or [])
 
 
-def locate(model: str) -> dict[str, str]:
-    """from_pretrained arguments for an HF folder, a hub name or a local .gguf file."""
-    path = Path(model)
+def is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/")) and not name.endswith(".gguf") and \
+        not Path(name).exists()
+
+
+def locate(model: str | Path | Model) -> dict[str, object]:
+    """from_pretrained's arguments for a model: all that is loaded of one, is loaded by them."""
+    model = model if isinstance(model, Model) else Model(str(model))
+    path, where = Path(model.name), {"trust_remote_code": model.trust_remote_code}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"--model {model}: no such file")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"--model {model}: a folder without config.json is no HF model")
-    elif model.startswith((".", "/")) or model.count("/") != 1:
+        return where | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if is_hub_name(model.name):
+        return where | {"pretrained_model_name_or_path": model.name, "revision": model.revision or "main"}
+    if not path.is_dir():
         raise ModelError(f"--model {model}: no such folder; give an HF folder, a .gguf file or a hub name (owner/name)")
-    return {"pretrained_model_name_or_path": model}
+    if not (path / "config.json").is_file():
+        raise ModelError(f"--model {model}: a folder without config.json is no HF model")
+    return where | {"pretrained_model_name_or_path": model.name}
+
+
+def find_commit(name: str, revision: str = "", ask_hub: bool = True) -> str:
+    """The commit of a hub model that a branch, a tag or a commit ("": main) stands for: by the hub's cache on this
+    machine, else by the hub's word. ModelError if neither knows; without `ask_hub`, "" then."""
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+        if isinstance(found, str):
+            return Path(found).parent.name
+        return HfApi().model_info(name, revision=revision or None, timeout=30).sha if ask_hub else ""
+    except Exception as error:                          # another project's code, over a network: it may raise anything
+        asked, why = f" --revision {revision}" * bool(revision), f"{type(error).__name__}: {redact(str(error))[:300]}"
+        raise ModelError(f"--model {name}{asked}: is not in the hub's cache on this machine, and the hub was not "
+                         f"reached or does not have it: {why}. A folder can be given in its place") from None
 
 
 @contextmanager
-def naming_the_model(model: str) -> Iterator[None]:
+def naming_the_model(model: str | Path | Model) -> Iterator[None]:
     """What transformers and safetensors raise for a missing, cut or foreign model, as one error that names it."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:                          # any: tokenizers raises no class of its own
-        raise ModelError(f"--model {model}: cannot be loaded: {type(error).__name__}: {str(error)[:400]}") from error
+        if "custom code" in str(error):
+            raise ModelError(f"--model {model}: is of a kind that only code which comes with it can load, and that is "
+                             "not run; if you have read it, --trust-remote-code true runs it, with all rights of this "
+                             "user") from None
+        why = f"{type(error).__name__}: {redact(str(error))[:400]}"
+        raise ModelError(f"--model {model}: cannot be loaded: {why}") from error
 
 
-def load_tokenizer(model: str):
-    """The tokenizer of an HF folder, hub name or .gguf file."""
+def load_tokenizer(model: str | Path | Model):
+    """The tokenizer of a model."""
     with naming_the_model(model):
         tokenizer = AutoTokenizer.from_pretrained(**locate(model))
     if tokenizer.eos_token_id is None:
@@ -161,38 +204,40 @@ def load_tokenizer(model: str):
     return tokenizer
 
 
-def find_tokenizer(model: str):
+def find_tokenizer(model: str | Model):
     """The tokenizer of a model that is on this machine, else None. Nothing is downloaded."""
-    path = Path(model)
+    path = Path(str(model))
     if (path / "config.json").is_file() or path.suffix == ".gguf" and path.is_file():
         return load_tokenizer(model)
-    if model.count("/") == 1 and not model.startswith((".", "/")):
+    if is_hub_name(str(model)):
         try:
-            return AutoTokenizer.from_pretrained(model, local_files_only=True)
+            return AutoTokenizer.from_pretrained(**locate(model), local_files_only=True)
         except (OSError, ValueError):           # it is not, or not whole
             pass
     return None
 
 
-def load_generation_config(model: str) -> GenerationConfig:
+def load_generation_config(model: str | Path | Model) -> GenerationConfig:
     """Of a model that is on this machine, as the loaded model would have it."""
     with naming_the_model(model):
         where = locate(model)
         try:
-            return GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"], local_files_only=True)
+            return GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"], local_files_only=True,
+                                                    revision=where.get("revision", "main"))
         except OSError:
             return GenerationConfig.from_model_config(AutoConfig.from_pretrained(**where, local_files_only=True))
 
 
-def load_model(model: str | Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> torch.nn.Module:
+def load_model(model: str | Path | Model, dtype: torch.dtype = torch.float32,
+               attention: str = "sdpa") -> torch.nn.Module:
     """A causal LM in eval mode. transformers alone would keep the stored dtype, and invent weights that are missing.
 
-    Safetensors and GGUF only, never pickle; code that comes with a model is never run.
+    Safetensors and GGUF only, never pickle.
     """
-    with naming_the_model(str(model)):
+    with naming_the_model(model):
         loaded, loading = AutoModelForCausalLM.from_pretrained(
-            **locate(str(model)), dtype=dtype, attn_implementation=attention, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
+            **locate(model), dtype=dtype, attn_implementation=attention, use_safetensors=True,
+            output_loading_info=True)
     if broken := {kind: sorted(map(str, names))[:5] for kind, names in loading.items() if names}:
         raise ModelError(f"--model {model}: its weights do not fit {type(loaded).__name__}: {broken}")
     if getattr(loaded, "hf_quantizer", None) is not None:       # a .gguf, dequantised by now: a plain model from here

@@ -15,14 +15,16 @@ paper's learning rate most of an update is lost in it: the card says how much of
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
-from engine import load_model, load_tokenizer, locate, naming_the_model, untied_weights
+from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
-from rundir import UsageError, best_of, read_json, read_text, sha256
+from rft import read_checkpoint_record
+from rundir import UsageError, best_of, in_order, naming, read_json, read_text, sha256, write_atomically
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -38,14 +40,15 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
         step, summary = point["weight_step"], read_json(run / "summary.json")
         checkpoint = run / "weights" / f"step_{step:06d}" if step else None
         harness = harness_of(run, config, point["harness_sha"])
-    if checkpoint and not (checkpoint / "trainer.json").exists():
-        raise UsageError(f"{checkpoint} is no complete checkpoint")
+    if checkpoint:
+        read_checkpoint_record(checkpoint)
     aside = out.with_name(out.name + ".tmp")
     if aside.exists():
         shutil.rmtree(aside)
-    changed = export_model(checkpoint, config["model"], aside, DTYPES[dtype])
-    (aside / "harness.py").write_text(harness, encoding="utf-8")
-    (aside / "README.md").write_text(model_card(config, summary, point, which, dtype, changed), encoding="utf-8")
+    base = Model(config["model"], config["revision"], config["trust_remote_code"])
+    changed = export_model(checkpoint, base, aside, DTYPES[dtype])
+    write_atomically(aside / "harness.py", harness)
+    write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
     if out.exists():
         out.rmdir()
     aside.rename(out)
@@ -54,36 +57,41 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
 
 def harness_of(run: Path, config: dict, sha: str) -> str:
     """The source of the harness of an evaluation, by its sha256."""
-    for path in [run / "final_harness.py", *sorted(run.glob("harness/*/*/harness.py")),
+    for path in [run / "final_harness.py", *in_order(run.glob("harness/*/*/harness.py")),
                  *([Path(config["harness"])] if config["harness"] else [])]:
         if path.exists() and sha256(source := read_text(path)) == sha:
             return source
     raise UsageError(f"{run}: the harness of that evaluation is not among the run's files")
 
 
-def export_model(checkpoint: Path | None, base: str, out: Path, dtype: torch.dtype) -> float:
+def export_model(checkpoint: Path | None, base: str | Model, out: Path, dtype: torch.dtype) -> float:
     """Writes the checkpoint's weights (None: the base model's own) as a model of the base's class -> the share of
     weights that differ from the base's after rounding."""
-    trained, before = load_model(checkpoint or base, dtype), load_model(base, dtype)
+    base = base if isinstance(base, Model) else Model(base)
+    last = replace(base, name=str(checkpoint)) if checkpoint else base
+    trained, before = load_model(last, dtype), load_model(base, dtype)
     old = untied_weights(before)
     new = untied_weights(trained)
     if new.keys() != old.keys():
         raise UsageError(f"{checkpoint}: its weights are not those of a {type(before).__name__}, as {base} is")
     changed = sum((new[name] != old[name]).sum().item() for name in new) / sum(t.numel() for t in new.values())
     with naming_the_model(base):
-        whole_config = AutoConfig.from_pretrained(locate(base)["pretrained_model_name_or_path"]) \
-            if "gguf_file" not in locate(base) else trained.config
+        where = locate(base)
+        whole_config = trained.config if "gguf_file" in where else AutoConfig.from_pretrained(**where)
         model = trained
         if whole_config.get_text_config() is not whole_config:          # a vision-language model
-            model = AutoModelForImageTextToText.from_pretrained(
-                **locate(base), dtype=dtype, use_safetensors=True, trust_remote_code=False)
+            model = AutoModelForImageTextToText.from_pretrained(**where, dtype=dtype, use_safetensors=True)
             put_back(trained, model)
-    model.save_pretrained(out)
-    load_tokenizer(str(checkpoint or base)).save_pretrained(out)
+    with naming(out, Exception):
+        model.save_pretrained(out)
+        load_tokenizer(last).save_pretrained(out)
     try:
-        GenerationConfig.from_pretrained(locate(base)["pretrained_model_name_or_path"]).save_pretrained(out)
+        generation = GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"],
+                                                      revision=where.get("revision", "main"))
     except OSError:
-        pass                                                            # the base has none; save_pretrained wrote ours
+        return changed                                                  # the base has none; save_pretrained wrote ours
+    with naming(out):
+        generation.save_pretrained(out)
     return changed
 
 

@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig
 
 import config
-from engine import SamplingParams, load_model, untied_weights
+from engine import SamplingParams, load_model, load_tokenizer, untied_weights
 from rft import Trainer
 from rollout import Sequence
 from rundir import UsageError, write_atomically
@@ -87,7 +87,7 @@ def make_model(shape: PreTrainedConfig, folder: Path, device: str) -> Path:
         model = AutoModelForCausalLM.from_config(shape).to(torch.bfloat16)
     model.generation_config.eos_token_id = list(range(0, shape.vocab_size, STOP_EVERY))
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(config.PRESETS["tiny"]["model"]).save_pretrained(folder)
+    load_tokenizer(config.PRESETS["tiny"]["model"]).save_pretrained(folder)
     return folder
 
 

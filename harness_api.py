@@ -21,6 +21,7 @@ import re
 from dataclasses import dataclass
 
 MAX_TOPK, MAX_PASSAGE_TOK = 20, 2000        # of one search
+MAX_STOPS, MAX_STOP_CHARS = 16, 200         # of one model call
 PYTHON = {
     "type": "function",
     "function": {
@@ -57,7 +58,8 @@ def generate(messages: list[dict], tools: list[dict] | None = None, max_tokens: 
              stop: list[str] | None = None) -> dict:
     """Request one model call. Messages are {"role", "content"}, and {"role": "tool", "name", "content"}. -> Reply
 
-    A reply ends before a stop string; so after stop=["</answer>"] it holds no closed tag, and nothing to grade."""
+    A reply ends before a stop string; so after stop=["</answer>"] it holds no closed tag, and nothing to grade. There
+    may be 16 of them, of 200 characters."""
     return {"type": "generate", "messages": messages, "tools": tools, "max_tokens": max_tokens, "stop": stop}
 
 
@@ -212,10 +214,11 @@ _FIELDS = {
         "messages": (lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
                      'a non-empty list of {"role": system, user, assistant or tool, "content": str}'),
         "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v)),
-                  "None or a list of tool schemas"),
+                  "None or a list of tool schemas in plain JSON"),
         "max_tokens": (lambda v: v is None or _is_count(v), "None or a positive int"),
-        "stop": (lambda v: v is None or isinstance(v, list) and all(isinstance(s, str) and s for s in v),
-                 "None or a list of non-empty strings"),
+        "stop": (lambda v: v is None or isinstance(v, list) and len(v) <= MAX_STOPS and all(
+                    isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in v),
+                 f"None or a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"),
     },
     "python": {"code": (lambda v: isinstance(v, str), "a string")},
     "search": {"query": (lambda v: isinstance(v, str), "a string"),

@@ -40,7 +40,7 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from rundir import fingerprint, scorer_paths, sha256, write_atomically
+from rundir import fingerprint, read_bytes, read_sealed, scorer_paths, sha256, write_atomically, write_sealed
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from task_text import task_text
@@ -167,7 +167,7 @@ class Search:
         The incumbent is what came into the phase: h0, or in a later phase of this archive what the one before accepted.
         """
         path = self.folder / "acceptance.json"
-        before = json.loads(path.read_text()) if path.exists() else {"phase": phase, "incumbent": "h0"}
+        before = read_sealed(path) if path.exists() else {"phase": phase, "incumbent": "h0"}
         name = before["incumbent" if before["phase"] == phase else "name"]      # of this phase, if it was stopped here
         incumbent = next(o for o in self.outcomes if o.candidate.name == name)
         if self.rule == "confirm":
@@ -176,10 +176,9 @@ class Search:
             best = select_best(self.outcomes)
             accepted = Accepted(best.candidate, best.score.mean,
                                 "nothing was better" if best is incumbent else "the best score")
-        write_atomically(path, json.dumps({
+        write_sealed(path, {
             "name": accepted.candidate.name, "rule": self.rule, "why": accepted.why, "phase": phase, "incumbent": name,
-            "n_candidates": len(self.outcomes), "confirmed": [asdict(row) for row in accepted.confirmed],
-        }, indent=1) + "\n")
+            "n_candidates": len(self.outcomes), "confirmed": [asdict(row) for row in accepted.confirmed]})
         write_atomically(self.folder / "accepted.txt", accepted.candidate.name + "\n")
         return accepted
 
@@ -198,7 +197,7 @@ class Search:
                 tally = Tally()
                 why = self._play(candidate, self.tasks, tally, "confirm", "confirming")
                 record = {"key": self.score_key(candidate), "phase": phase, "refused": why, **vars(tally)}
-                write_atomically(self.folder / candidate.name / "confirmed.json", json.dumps(record) + "\n")
+                write_sealed(self.folder / candidate.name / "confirmed.json", record)
             if record["phase"] == phase:                                        # else an earlier phase has paid for it
                 cost.update(record["cost"])
                 seconds += record["seconds"]
@@ -219,7 +218,7 @@ class Search:
     def _fresh(self, outcome: Outcome) -> dict:
         """The record of its confirming, if it was made under these settings; else {}."""
         path = self.folder / outcome.candidate.name / "confirmed.json"
-        record = json.loads(path.read_text()) if path.exists() else {}
+        record = read_sealed(path) if path.exists() else {}
         return record if record.get("key") == self.score_key(outcome.candidate) else {}
 
     def _propose(self, number: int, n_candidates: int, usd_left: float | None,
@@ -227,7 +226,7 @@ class Search:
         """The candidates of an iteration: those on disk, else the proposer's."""
         marker = self._marker(number)
         if marker.exists():
-            record = json.loads(marker.read_text())
+            record = read_sealed(marker)
             self.bill = Bill(**record["bill"])
             return [self._read(name, sha) for name, sha in record["candidates"].items()]
         slots = tuple(f"h{len(self.outcomes) + i}" for i in range(n_candidates))
@@ -253,8 +252,7 @@ class Search:
                     source=candidate.source.encode("utf-8", "replace").decode())        # a lone surrogate is no source
             for i, candidate in enumerate(proposed)])
         self.bill.proposals = max(self.bill.proposals, len(candidates))
-        write_atomically(marker, json.dumps({"candidates": {c.name: sha256(c.source) for c in candidates},
-                                             "bill": asdict(self.bill)}) + "\n")
+        write_sealed(marker, {"candidates": {c.name: sha256(c.source) for c in candidates}, "bill": asdict(self.bill)})
         return candidates
 
     def _write_task(self, slots: tuple[str, ...]) -> None:
@@ -274,14 +272,14 @@ class Search:
             folder, proposal = self.folder / candidate.name, asdict(candidate)
             folder.mkdir(exist_ok=True)
             write_atomically(folder / "harness.py", proposal.pop("source"))
-            write_atomically(folder / "proposal.json", json.dumps(proposal, indent=1) + "\n")
+            write_sealed(folder / "proposal.json", proposal)
         return candidates
 
     def _read(self, name: str, sha: str) -> Candidate:
-        source = (self.folder / name / "harness.py").read_bytes().decode("utf-8", "replace")
+        source = read_bytes(self.folder / name / "harness.py").decode("utf-8", "replace")
         if sha256(source) != sha:
             raise SearchError(f"{self.folder / name / 'harness.py'} was changed after it was proposed")
-        proposal = json.loads((self.folder / name / "proposal.json").read_text(encoding="utf-8"))
+        proposal = read_sealed(self.folder / name / "proposal.json")
         return Candidate(**proposal | {"mechanisms": tuple(proposal["mechanisms"]), "source": source})
 
     def _finish(self, group: list[Candidate], siblings: list[Candidate]) -> dict[str, Outcome]:
@@ -333,14 +331,14 @@ class Search:
     def _gate(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, GateBill]:
         """-> why it is refused, "" if it is not; and what it took to tell. What has passed is not asked again."""
         path, key = self.folder / candidate.name / "gates.json", self.score_key(candidate)
-        record = json.loads(path.read_text()) if path.exists() else {}
+        record = read_sealed(path) if path.exists() else {}
         if candidate.name == "h0" or record.get("key") == key:
             return "", GateBill(record.get("gate_cost", {}), record.get("gate_seconds", 0.0))
         started = time.monotonic()
         why, cost = self._probe(candidate, siblings)
         bill = GateBill(cost, time.monotonic() - started)
         if not why:
-            write_atomically(path, json.dumps({"key": key, **asdict(bill)}) + "\n")
+            write_sealed(path, {"key": key, **asdict(bill)})
         return why, bill
 
     def _probe(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, dict[str, int]]:
@@ -360,7 +358,7 @@ class Search:
 
     def _refuse(self, candidate: Candidate, why: str, gates: GateBill) -> Outcome:
         record = {"refused": why, "key": self.score_key(candidate), **asdict(gates)}
-        write_atomically(self.folder / candidate.name / "refused.json", json.dumps(record, indent=1) + "\n")
+        write_sealed(self.folder / candidate.name / "refused.json", record)
         return Outcome(candidate, None, why, **asdict(gates))
 
     def _play(self, candidate: Candidate, tasks: list[Task], tally: Tally, seeds: str, title: str) -> str:
@@ -376,13 +374,13 @@ class Search:
         why = said_against(check_traces(traces, tasks, self.env, self.engine.tokenizer))
         if self.rule == "race" and not why:
             record = {"key": self.score_key(candidate), **vars(tally)}
-            write_atomically(folder / "rounds.json", json.dumps(record) + "\n")
+            write_sealed(folder / "rounds.json", record)
         return why
 
     def _tally_so_far(self, candidate: Candidate) -> Tally:
         """Of the rounds that a process which was stopped has played."""
         path = self.folder / candidate.name / "rounds.json"
-        record = json.loads(path.read_text()) if path.exists() else {}
+        record = read_sealed(path) if path.exists() else {}
         if record.pop("key", None) != self.score_key(candidate):
             return Tally()
         return Tally(**record | {name: Counter(record[name]) for name in ("statuses", "failures", "cost")})
@@ -398,7 +396,7 @@ class Search:
             harness_sha=sha256(candidate.source), version=self.version, key=self.score_key(candidate),
             rewards=tally.rewards, stopped=stopped)
         path = self.folder / candidate.name / "score.json"
-        write_atomically(path, json.dumps(asdict(score) | asdict(entrant.gates), indent=1) + "\n")
+        write_sealed(path, asdict(score) | asdict(entrant.gates))
         return Outcome(candidate, score, **asdict(entrant.gates))
 
     def score_key(self, candidate: Candidate) -> str:
@@ -410,7 +408,7 @@ class Search:
     def _load(self, candidate: Candidate) -> Outcome | None:
         """A finished candidate's outcome, if it was made from this source under these settings."""
         for path in (self.folder / candidate.name / "score.json", self.folder / candidate.name / "refused.json"):
-            record = json.loads(path.read_text()) if path.exists() else {}
+            record = read_sealed(path) if path.exists() else {}
             if record.get("key") == self.score_key(candidate):
                 gates = {key: record.pop(key) for key in ("gate_cost", "gate_seconds")}
                 if "refused" in record:

@@ -48,7 +48,10 @@ PRELOAD = "cmath datetime decimal fractions functools heapq itertools re statist
 
 MAX_CODE_BYTES = 1 << 16            # of a snippet; fits into a socket's buffer, so handing it over never blocks
 MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
-MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON
+MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON; the model's context is a tighter bound
+MAX_TOOL_REQUEST_BYTES = 1 << 17    # of one that is not for the model: the host keeps them all
+TICK_S = 0.5                        # the longest wait of the helper while a snippet runs;
+OVERSLEPT_S = 1.0                   # one that took so much longer was no wait: the machine slept, or we were stopped
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
@@ -84,14 +87,13 @@ CAPSET, OPEN, OPENAT, FCNTL = (126, 2, 257, 72) if MACHINE == "x86_64" else (91,
 SYSCALLS = """
 read 0 63; write 1 64; readv 19 65; writev 20 66; pread64 17 67; lseek 8 62; close 3 57; dup 32 23; dup2 33 -
 dup3 292 24; getdents64 217 61; stat 4 -; fstat 5 80; lstat 6 -; newfstatat 262 79; statx 332 291; access 21 -
-faccessat 269 48; faccessat2 439 439; readlink 89 -; readlinkat 267 78; getcwd 79 17; brk 12 214; mmap 9 222
-munmap 11 215; mremap 25 216; mprotect 10 226; madvise 28 233; futex 202 98; sched_yield 24 124; rt_sigaction 13 134
-rt_sigprocmask 14 135; rt_sigreturn 15 139; sigaltstack 131 132; alarm 37 -; setitimer 38 103; getitimer 36 102
-pause 34 -; poll 7 -; ppoll 271 73; restart_syscall 219 128; nanosleep 35 101; clock_nanosleep 230 115
-clock_gettime 228 113; clock_getres 229 114; gettimeofday 96 169; time 201 -; times 100 153; getrusage 98 165
-select 23 -; pselect6 270 72; getrandom 318 278; uname 63 160; sched_getaffinity 204 123; getpid 39 172
-getppid 110 173; gettid 186 178; getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; exit 60 93
-exit_group 231 94"""
+faccessat 269 48; faccessat2 439 439; getcwd 79 17; brk 12 214; mmap 9 222; munmap 11 215; mremap 25 216
+mprotect 10 226; madvise 28 233; futex 202 98; sched_yield 24 124; rt_sigaction 13 134; rt_sigprocmask 14 135
+rt_sigreturn 15 139; sigaltstack 131 132; alarm 37 -; setitimer 38 103; getitimer 36 102; pause 34 -; poll 7 -
+ppoll 271 73; restart_syscall 219 128; nanosleep 35 101; clock_nanosleep 230 115; clock_gettime 228 113
+clock_getres 229 114; gettimeofday 96 169; time 201 -; times 100 153; getrusage 98 165; select 23 -; pselect6 270 72
+getrandom 318 278; uname 63 160; sched_getaffinity 204 123; getpid 39 172; getppid 110 173; gettid 186 178
+getuid 102 174; geteuid 107 175; getgid 104 176; getegid 108 177; exit 60 93; exit_group 231 94"""
 
 
 class Filter(ctypes.Structure):     # struct sock_fprog
@@ -167,6 +169,13 @@ def drop_capabilities() -> None:
     syscall(CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
+def set_limit(name: str, value: int) -> None:
+    """A limit that this process cannot raise again; where it has a tighter one, that stays."""
+    hard = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+
+
 def die_with(parent: int) -> None:
     """This process gets SIGKILL when its parent ends, however the parent ends."""
     checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
@@ -193,10 +202,9 @@ class Jail:
     def lock_down(self, memory_mb: int, cpu_s: int | None) -> bytes:
         """Lock this process in; returns the report, a line of JSON. A layer that fails is reported, never skipped."""
         def rlimits():
-            cpu = resource.RLIM_INFINITY if cpu_s is None else cpu_s
-            for name, value in (("AS", memory_mb << 20), ("CPU", cpu), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 32),
-                                ("NPROC", 0), ("MEMLOCK", 0)):
-                resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+            for name, value in (("AS", memory_mb << 20), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 32), ("NPROC", 0),
+                                ("MEMLOCK", 0), *([("CPU", cpu_s)] if cpu_s else [])):
+                set_limit(name, value)
 
         def landlock():
             if isinstance(self.ruleset, OSError):
@@ -220,12 +228,12 @@ class Jail:
         return self.report(on, off) if off else self.full_report
 
 
-def snippet_child(jail: Jail, channel: int, limits: Limits) -> None:
+def snippet_child(jail: Jail, channel: int, memory_mb: int, cpu_s: int | None) -> None:
     """A jailed child that runs one snippet. Its channel is its stdin (the code), stdout and stderr (what it prints);
     its exit code is the status. So nothing that the code writes can be taken for anything but its output."""
     for descriptor in (0, 1, 2):
         os.dup2(channel, descriptor)
-    os.write(1, jail.lock_down(limits.memory_mb, math.ceil(limits.seconds)))
+    os.write(1, jail.lock_down(memory_mb, cpu_s))
     code = b"".join(iter(lambda: os.read(0, MAX_CODE_BYTES), b""))
     out = sys.stderr = sys.__stderr__ = sys.stdout      # set up by the helper: UTF-8, written line by line
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -363,11 +371,15 @@ class HarnessProgram:
         self.random_state = random.getstate()
 
     def exchange(self, frame: dict) -> bytes:
-        """Hand over the task, or the result of the last request; returns the program's next event as JSON."""
+        """Hand over the task, the result of the last request, or the end; returns the program's next event as JSON."""
         program_id = frame["id"]
         sys.modules.update(self.modules)
         random.setstate(self.random_state)
         try:
+            if "over" in frame:                     # a limit of the host's was reached
+                self.is_over = True
+                self.generator.close()
+                return to_json({"id": program_id, "kind": "done"})
             if "task" in frame:
                 exec(self.code, vars(self.modules["harness"]))
                 self.generator = self.modules["harness"].run(frame["task"])
@@ -382,9 +394,8 @@ class HarnessProgram:
             if not (problem := harness_api.check_request(request)):
                 self.request = request
                 event = to_json({"id": program_id, "kind": "request", "request": request}, allow_nan=False)
-                if len(event) <= MAX_REQUEST_BYTES:
+                if not (problem := check_size(request, event)):
                     return event
-                problem = f"a request is at most {MAX_REQUEST_BYTES} bytes of JSON"
             self.is_over = True
             self.generator.close()
             return to_json({"id": program_id, "kind": "error", "message": problem})
@@ -395,6 +406,12 @@ class HarnessProgram:
             return to_json({"id": program_id, "kind": "error", "message": describe(error)})
         finally:
             self.random_state = random.getstate()
+
+
+def check_size(request: dict, as_json: bytes) -> str:
+    """What is wrong with a request's size; "" when nothing is."""
+    most = MAX_REQUEST_BYTES if request["type"] == "generate" else MAX_TOOL_REQUEST_BYTES
+    return "" if len(as_json) <= most else f"a request of this kind is at most {most} bytes of JSON"
 
 
 def describe(error: BaseException) -> str:
@@ -457,19 +474,58 @@ class Child:
     head: bytearray = field(default_factory=bytearray)      # first and last bytes of its output, each at most half of
     tail: bytearray = field(default_factory=bytearray)      # what `output_chars` can be in UTF-8
     n_bytes: int = 0
-    why: str = ""                   # why we killed it
+    is_late: bool = False           # we killed it for its time, if it had not ended by then
+    why: str = ""                   # why else we killed it
+
+
+def fork_to_order(jail: Jail, orders: socket.socket) -> None:
+    """The process that forks the children. A child begins as a copy of it, and can read all of its memory: so it never
+    sees the code or the output of any. An order is [child's function, arguments] with the child's channel, answered by
+    a pid; or a pid, to be killed and reaped, answered by its exit code (negative: a signal; one that it chose before
+    the kill stays) and its CPU seconds."""
+    me = os.getpid()
+    while order := socket.recv_fds(orders, 1024, 1):
+        match json.loads(order[0] or b"null"):
+            case None:
+                return
+            case [name, *args]:
+                descriptor, answer = order[1][0], os.fork()
+                if answer == 0:
+                    try:
+                        die_with(me)
+                        orders.close()
+                        {"snippet": snippet_child, "worker": worker_child}[name](jail, descriptor, *args)
+                    finally:
+                        os._exit(EXIT_BROKEN)
+                os.close(descriptor)
+            case pid:
+                os.kill(pid, signal.SIGKILL)
+                _, status, usage = os.wait4(pid, 0)
+                answer = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        orders.send(json.dumps(answer).encode())
 
 
 class Helper:
-    """The helper's loop. Single-threaded; it waits for nobody but a child that it has killed."""
+    """The helper's loop. Single-threaded; it waits for nobody but the forker, and that for a child that it killed."""
 
     def __init__(self, control: socket.socket, max_jobs: int, jail: Jail):
-        self.control, self.max_jobs, self.jail = Channel(control), max_jobs, jail
+        self.orders, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        me, self.forker = os.getpid(), os.fork()
+        if self.forker == 0:
+            try:
+                die_with(me)
+                control.close()
+                self.orders.close()
+                fork_to_order(jail, theirs)
+            finally:
+                os._exit(EXIT_BROKEN)
+        theirs.close()
+        self.control, self.max_jobs = Channel(control), max_jobs
         self.queue: deque[tuple[int | str, bytes, Limits]] = deque()
         self.snippets: list[Child] = []
         self.workers: dict[str, int] = {}           # job -> pid
         ours, theirs = socket.socketpair()
-        pid = self.fork(theirs, snippet_child, Limits())
+        pid = self.fork(theirs, "snippet", Limits().memory_mb, math.ceil(Limits().seconds))
         with ours, ours.makefile("rb") as lines:    # a throw-away child proves the layers: our first message
             self.proven = lines.readline()
         self.end(pid)
@@ -478,30 +534,30 @@ class Helper:
     def tell(self, head: dict, body: bytes = b"") -> None:
         self.control.send(to_json(head) + b"\n" + body)
 
-    def fork(self, channel: socket.socket, run, *args) -> int:
-        me, pid = os.getpid(), os.fork()
-        if pid == 0:
-            try:
-                die_with(me)
-                run(self.jail, channel.fileno(), *args)
-            finally:
-                os._exit(EXIT_BROKEN)
-        channel.close()
-        return pid
+    def ask_forker(self, order: list | int, *descriptors: int) -> int | list:
+        try:
+            socket.send_fds(self.orders, [json.dumps(order).encode()], descriptors)
+            return json.loads(self.orders.recv(1024))
+        except ValueError:                                  # nothing: it is dead, and so are its children
+            raise OSError("it cannot make another process") from None
+
+    def fork(self, channel: socket.socket, *order) -> int:
+        with channel:
+            return self.ask_forker([*order], channel.fileno())
 
     def end(self, pid: int) -> tuple[int, float]:
-        """Kill and reap a child; returns its exit code (negative: a signal) and its CPU seconds. A child that has begun
-        to exit keeps its own code."""
-        os.kill(pid, signal.SIGKILL)
-        _, status, usage = os.wait4(pid, 0)
-        return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        """Kill and reap a child; returns its exit code and its CPU seconds."""
+        return tuple(self.ask_forker(pid))
 
     def serve(self) -> None:
         """Until the host closes its end, or dies."""
         while True:
-            due = min((child.deadline for child in self.snippets), default=math.inf)
+            due, began = min((child.deadline for child in self.snippets), default=math.inf), time.monotonic()
             ready = readable([self.control, *(child.channel for child in self.snippets)],
-                             None if due == math.inf else max(0, due - time.monotonic()))
+                             None if due == math.inf else min(max(0, due - began), TICK_S))
+            if (slept := time.monotonic() - began) > TICK_S + OVERSLEPT_S:
+                for child in self.snippets:         # we all were stopped (SIGSTOP, a paused machine): not its time
+                    child.deadline += slept
             if self.control in ready:
                 if not self.control.read(max_fds=8):
                     break
@@ -511,12 +567,14 @@ class Helper:
                 if child.channel in ready:
                     self.read_output(child)
                 if time.monotonic() >= child.deadline:
-                    child.deadline = math.inf
-                    self.kill(child, f"time limit of {child.limits.seconds:g} s reached")
+                    child.deadline, child.is_late = math.inf, True
+                    os.kill(child.pid, signal.SIGKILL)
             while self.queue and len(self.snippets) < self.max_jobs:
                 self.start_snippet(*self.queue.popleft())
         for pid in [*self.workers.values(), *(child.pid for child in self.snippets)]:
             self.end(pid)
+        self.orders.close()
+        os.waitpid(self.forker, 0)
 
     def obey(self, head: dict, body: bytes) -> None:
         op, job = head["op"], head["job"]
@@ -526,7 +584,7 @@ class Helper:
             self.queue.append((job, body, Limits(**head["limits"])))
         elif op == "worker":
             channel = socket.socket(fileno=self.control.fds_in.pop(0))
-            self.workers[job] = self.fork(channel, worker_child, head["memory_mb"])
+            self.workers[job] = self.fork(channel, "worker", head["memory_mb"])
         elif op == "cpu":           # the number of another process's CPU clock is made as in clock_getcpuclockid(3)
             self.tell({"job": job, "cpu_s": time.clock_gettime((~self.workers[job] << 3) | 2)})
         elif op == "end":
@@ -534,7 +592,7 @@ class Helper:
 
     def start_snippet(self, job: int | str, code: bytes, limits: Limits) -> None:
         ours, theirs = socket.socketpair()
-        pid = self.fork(theirs, snippet_child, limits)
+        pid = self.fork(theirs, "snippet", limits.memory_mb, math.ceil(limits.seconds))
         deadline = time.monotonic() + limits.seconds + WALL_GRACE_S
         self.snippets.append(Child(job, pid, Channel(ours), code, limits, deadline))
 
@@ -567,10 +625,11 @@ class Helper:
         """Its channel is closed: it is dead, or can tell us nothing any more. Reap it and answer."""
         self.snippets.remove(child)
         child.channel.sock.close()
+        child.deadline = math.inf                   # from here on its pid may be another's
         code, cpu_s = self.end(child.pid)
         status = ("infra" if not child.is_trusted else "killed" if child.why else "ok" if code == 0
                   else "error" if code == EXIT_RAISED else "killed")
-        why = child.why or cause_of_death(code, child.limits, cpu_s)
+        why = child.why or cause_of_death(code, child.limits, math.inf if child.is_late else cpu_s)
         self.tell({"job": child.job, "status": status, "why": why, "n_bytes": child.n_bytes}, child.head + child.tail)
 
 
@@ -641,4 +700,8 @@ def helper_main(control_fd: int, host_pid: int, max_jobs: int) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--helper"]:
-    helper_main(*map(int, sys.argv[2:]))
+    try:
+        helper_main(*map(int, sys.argv[2:]))
+    except OSError as caught:               # no process or no descriptor is left for us; said before our sockets close
+        os.write(2, f"the sandbox's helper process: {caught}\n".encode())
+        os._exit(EXIT_BROKEN)

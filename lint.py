@@ -20,7 +20,8 @@ from screen import UNSAFE
 from tasks import Task
 
 MAX_SOURCE_BYTES = 20_000
-MAX_REPLACED_BYTES = 1_000_000        # what a replacement of literals may come to
+MAX_DEPTH = 100                       # of its syntax tree, which recursive functions walk
+MAX_REPLACED_BYTES = 100_000          # what a replacement of literals may come to
 ALLOWED_MODULES = "re json math string textwrap itertools collections functools statistics random harness_api".split()
 FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
 DATA_NAMES = re.compile(
@@ -48,7 +49,7 @@ class ForbiddenText:
 
 def parse_harness(source: str) -> tuple[ast.Module, str]:
     """-> syntax tree, and what the contract misses in it ("" if nothing)."""
-    if (n_bytes := len(source.encode("utf-8", "replace"))) > MAX_SOURCE_BYTES:
+    if (n_bytes := len(source.encode("utf-8", "surrogatepass"))) > MAX_SOURCE_BYTES:
         return ast.Module([], []), f"{n_bytes:,} bytes, at most {MAX_SOURCE_BYTES:,} are allowed"
     if unsafe := UNSAFE.search(lines := re.sub(r"\r\n|\f", "\n", source)):         # it may read as what it is not
         line = lines.count("\n", 0, unsafe.start()) + 1
@@ -57,6 +58,10 @@ def parse_harness(source: str) -> tuple[ast.Module, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(source)
+        level, depth = [tree], 0
+        while level := [child for node in level for child in ast.iter_child_nodes(node)]:
+            if (depth := depth + 1) > MAX_DEPTH:
+                return ast.Module([], []), f"line {getattr(level[0], 'lineno', 1)}: nested more than {MAX_DEPTH} deep"
         ast.dump(tree)                      # what cannot be shown (an int of 5,000 digits) cannot be compared either
         constants = [(target.id, constant_of(node.value)) for node in tree.body if isinstance(node, ast.Assign)
                      for target in node.targets if isinstance(target, ast.Name)]

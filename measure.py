@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 import rollout
 from config import DOMAIN_PRESETS, PRESETS, ROOT, Config, load_splits, rollout_config
 from engine import Completion, SamplingParams, load_model, load_tokenizer
+from keys import without_secrets
 from rft import TrainConfig, split_by_length
 from rollout import Trace
 from sandbox import Sandbox
@@ -233,7 +234,8 @@ class Side:
     def __init__(self, python: str | Path, program: str, job: dict):
         self.program = program
         self.process = subprocess.Popen([str(python), str(ROOT / program)], stdin=subprocess.PIPE, text=True,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                        env=without_secrets(os.environ))
         self.ask(json.dumps(job))
 
     def ask(self, line: str = "go") -> dict:
@@ -290,7 +292,7 @@ def save_random(folder: Path, **sizes) -> str:
 def in_a_process(call: str) -> dict:
     """What a function of bench.py prints, called in a process of its own: memory is a matter of whole processes."""
     done = subprocess.run([sys.executable, "-c", f"import bench; bench.{call}"], cwd=ROOT, capture_output=True,
-                          text=True)
+                          text=True, env=without_secrets(os.environ))
     if done.returncode:
         raise LeftOut(f"{call.partition('(')[0]} failed: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])

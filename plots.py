@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from keys import hidden_secrets
+
+with hidden_secrets():                  # it may start a program, to ask for fonts
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
 COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e11d48", "#0d9488", "#a16207", "#db2777")  # on black and white
 PHASES = {"weight": 0.08, "harness": 0.22}  # shades of ink

@@ -12,7 +12,6 @@ that it knows, it returns fewer candidates, or none.
 Differs from the paper: the paper's proposer is a coding agent (Claude Opus) with file access to the same archive.
 """
 
-import json
 import random
 import textwrap
 from collections import Counter
@@ -77,8 +76,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
     cures = {mechanism.name: set(mechanism.cures.split()) for mechanism in mechanisms}
     best, rng = select_best(list(request.history)), random.Random(derive_seed(*request.seed))
     parent = best.candidate
-    rows = (request.folder / parent.name / "traces.jsonl").read_text(encoding="utf-8").splitlines()
-    failures = Counter(json.loads(row)["failure"] for row in rows)
+    failures = Counter(best.score.failures)
     base, origin = frozenset(parent.mechanisms), ""
     if not base <= known.keys() or program_of(render(request.domain, base, "", h0)) != program_of(parent.source):
         base, origin = frozenset(), f"(from h0's structure, as the mechanisms of {parent.name} are not known) "
@@ -118,7 +116,7 @@ def propose_by_rules(request: ProposalRequest) -> list[Candidate]:
             goal = "does not fall below" if removed else "rises above"
             return f"{origin}{claim}, the mean reward {goal} {best.score.mean:.3f}"
         counts, half = ", ".join(f"{n} {SAID[word]}" for word, n in cited.items()), sum(cited.values()) // 2
-        return f"{origin}of {len(rows)} rollouts of {parent.name}, {counts}; {claim}, at most {half} are left"
+        return f"{origin}of {best.score.n} rollouts of {parent.name}, {counts}; {claim}, at most {half} are left"
 
     taken = {program_of(outcome.candidate.source) for outcome in request.history}
     used: set[str] = set()                                          # mechanisms that this iteration has tried

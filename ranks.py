@@ -16,15 +16,23 @@ traceback below that rank's message. torchrun itself starts the program as well.
 Differs from the paper: nothing; the paper does not say how its training is spread over GPUs.
 """
 
+import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from tempfile import TemporaryDirectory
+
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds; torchrun's handlers take over
 
 import torch
 import torch.distributed as dist
@@ -98,6 +106,8 @@ def open_ranks() -> Iterator[Ranks]:
     ranks = Ranks(rank, world, local_rank, local_world, group)
     try:
         yield ranks
+    except KeyboardInterrupt:                       # told to end, not failed
+        raise
     except BaseException as error:
         is_first = is_first_to_fail(store)
         time.sleep(1 if is_first else GRACE_S)          # if it is a dead rank that broke this one, it is ended here
@@ -121,8 +131,11 @@ def launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     logging.disable(logging.ERROR)                  # torchrun's account of how it ends the ranks
+    args = torchrun.parse_args(argv)
+    store = keep_to_loopback(args) if args.standalone else None         # it serves for as long as it is held
     try:
-        torchrun.run(torchrun.parse_args(argv))
+        with TemporaryDirectory(prefix="whale-ranks-") as args.log_dir:        # its own it leaves behind
+            torchrun.run(args)
     except ChildFailedError as error:
         # the launcher itself ends the others with SIGTERM; by any other signal a rank died without a word of its own
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -132,7 +145,21 @@ def launch(argv: list[str]) -> int:
         return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval
+    finally:
+        del store
     return 0
+
+
+def keep_to_loopback(args: argparse.Namespace) -> dist.Store:
+    """One machine's ranks meet where no other machine can join them: torch's own store listens on all addresses, and
+    whoever reaches it, or a rank's port, could have objects unpickled. Changes torchrun's settings; -> the store."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    args.standalone, args.rdzv_backend, args.master_addr, args.master_port = False, "static", "127.0.0.1", port
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+                         multi_tenant=True)             # so it is torchrun's own, too
 
 
 if __name__ == "__main__":

@@ -2,31 +2,36 @@
 
 The page has no script and no link to the outside: it opens from disk, follows the browser's light or dark mode, and its
 text is escaped by the template (report.html.jinja), whatever a model, a tool or a proposer wrote. It is written after
-every phase; `write_report` reads only what is finished, so it may be called while the run goes on.
+every phase that takes a few seconds; `write_report` reads only what is finished, so it may be called while a run goes
+on.
 
     bash run.sh report runs/math-whale-seed0          rebuilds it (or a comparison's: compare.py)
 """
 
 import difflib
 import fcntl
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
 
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
-from rundir import AMOUNTS, FORMAT, LEDGER, UsageError, best_of, read_json, read_text, write_atomically
+from rundir import (
+    AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, iter_jsonl, read_bytes, read_json, read_sealed,
+    read_text, sha256, write_atomically)
 from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
 from tasks import refuse_special
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
+N_CYCLES = 10                           # with their harnesses, the last: all of a long run would take ever longer
 REFRESH_S = 30                          # how often the page of a running run is written, and loads itself again
 MAX_CHARS = 4000                        # of one message on the page,
 MAX_VIEW_CHARS = 12_000                 # and of all messages of a rollout
@@ -55,6 +60,11 @@ def as_usage_error(folder: Path) -> Iterator[None]:
                          "directory is not whole") from error
 
 
+def report_mark(folder: Path) -> str:
+    """What stands in a page that was made of this state of the run: no clock, which may be set back, is asked."""
+    return sha256(read_text(folder / "state.json"))
+
+
 def render(template: str, **content) -> str:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(ROOT), autoescape=True, undefined=jinja2.StrictUndefined,
                              trim_blocks=True, lstrip_blocks=True)
@@ -77,29 +87,15 @@ def is_running(folder: Path) -> bool:
 # ---- the run's files ------------------------------------------------------------------------------------------------
 
 
-def iter_jsonl(path: Path) -> Iterator[dict]:
-    """The rows of a file, one at a time."""
-    try:
-        refuse_special(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                yield json.loads(line)
-    except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-
-
-def read_metrics(path: Path, n_bytes: int) -> list[dict]:
+def read_metrics(path: Path, state: dict) -> list[dict]:
     """The rows of finished steps."""
-    text = read_text(path, n_bytes)
-    if len(text.encode()) < n_bytes:
-        raise UsageError(f"{path} is cut short: it has {len(text.encode()):,} bytes, and {n_bytes:,} were written")
-    try:
-        return [json.loads(line) for line in text.splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
+    n_bytes = state["metrics_bytes"]
+    metrics = read_bytes(path)[:n_bytes]
+    if len(metrics) < n_bytes:
+        raise UsageError(f"{path} is cut short: it has {len(metrics):,} bytes, and {n_bytes:,} were written")
+    if hashlib.sha256(metrics).hexdigest() != state["metrics_sha256"]:
+        raise UsageError(f"{path} is damaged: its sha256 is not the recorded one")
+    return [json.loads(line) for line in metrics.splitlines()]
 
 
 def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
@@ -115,8 +111,8 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
     if not (folder / "state.json").exists():
         what_now = "the run is still going" if is_running(folder) else "the run's own command goes on with it"
         raise UsageError(f"{folder}: nothing is finished yet, not even the evaluation of the base model; {what_now}")
-    state = read_json(folder / "state.json")
-    return config["config"], state, read_metrics(folder / "metrics.jsonl", state["metrics_bytes"])
+    state = read_sealed(folder / "state.json")
+    return config["config"], state, read_metrics(folder / "metrics.jsonl", state)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -134,12 +130,13 @@ def page_of(folder: Path, running: bool) -> dict:
     ledger = {kind: {what: state["ledger"][kind].get(what, 0) for what in AMOUNTS} for kind in LEDGER}
     ledger["all"] = {what: sum(amounts[what] for amounts in ledger.values()) for what in AMOUNTS}
     figures = figure_of(config, state, metrics)
-    first = next(iter(sorted(folder.glob("harness/*/h0/harness.py"))), None)
-    cycles = [cycle_of(path) for path in sorted(folder.glob("harness/cycle_*"))
-              if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
+    archives = [path for path in in_order(folder.glob("harness/cycle_*"))
+                if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
+    first = next(iter(in_order(folder.glob("harness/*/h0/harness.py"))), None)
     summary = read_json(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
+        "mark": report_mark(folder),
         "refresh_s": REFRESH_S, "model": "/".join(Path(config["model"]).parts[-2:]),
         "status": "complete" if state["complete"] else "running" if running or is_running(folder) else "stopped",
         "summary": summary, "evals": [{**point, "row": measured[i]} for i, point in enumerate(evals)],
@@ -150,11 +147,12 @@ def page_of(folder: Path, running: bool) -> dict:
         "ledger_titles": LEDGER_TITLES, "ledger": {kind: ledger_cells(amounts) for kind, amounts in ledger.items()},
         "n_training": metrics[-1]["training_rollouts"], "minutes": ledger["all"]["seconds"] / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
-        "cycles": cycles, "final_source": read_text(folder / summary["final_harness"]),
+        "cycles": [cycle_of(path) for path in archives[-N_CYCLES:]], "n_left_out": max(0, len(archives) - N_CYCLES),
+        "final_source": read_text(folder / summary["final_harness"]),
         "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],
         "groups": task_groups(folder / evals[0]["traces"], folder / evals[-1]["traces"]) if len(evals) > 1 else {},
         "training": [(path.stem, [view_of(row) for row in iter_jsonl(path)])
-                     for path in shown_steps(sorted(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
+                     for path in shown_steps(in_order(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
 
 
 def figure_of(config: dict, state: dict, metrics: list[dict]) -> Figures:
@@ -245,7 +243,7 @@ def cycle_of(folder: Path) -> dict:
 def sessions_of(folder: Path) -> list[list[str]]:
     """A row a session of an agent that proposed; a cost that is not known is said to be unknown."""
     rows = []
-    for path in sorted(folder.glob("sessions/*/session_*.json")):
+    for path in in_order(folder.glob("sessions/*/session_*.json")):
         session = read_json(path)
         usd, tok = session.get("usd"), [session.get(key) for key in ("prompt_tok", "completion_tok")]
         said = [*session.get("notes", []), *(f"changed {name}" for name in session.get("tampered", []))]
@@ -260,7 +258,7 @@ def sessions_of(folder: Path) -> list[list[str]]:
     return rows
 
 
-@cache
+@lru_cache(maxsize=1024)
 def rewards_of(path: Path, changed_ns: int) -> dict[str, float]:
     """By task. A run writes its page after each phase, and a score does not change."""
     return read_json(path)["rewards"]

@@ -24,7 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, islice
 from urllib.parse import urlsplit
 
-from search_index import Bm25Index, Document, E5Index, Hits, Index, RetrieverError, parse_json, read_document, require
+from keys import check_url
+from search_index import (
+    Bm25Index, Document, E5Index, Hits, Index, RetrieverError, parse_json, pin_e5, read_document, require)
 
 MAX_BATCH = 1024                # queries that are searched together
 MAX_BODY, MAX_QUERIES, MAX_TOPK, MAX_DOCUMENTS = 8 << 20, 1024, 1000, 1 << 16           # of a request
@@ -68,11 +70,14 @@ def read_request(body: bytes, topk: int) -> Request:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str):
-    from transformers import AutoTokenizer
+    from engine import find_tokenizer
     try:
-        return AutoTokenizer.from_pretrained(name)
+        if tokenizer := find_tokenizer(name):           # nothing is downloaded for a client
+            return tokenizer
+        why = "it is not on this machine"
     except (OSError, ValueError) as error:
-        raise RetrieverError(f"'tokenizer_name' {name!r}: cannot be loaded: {error}") from None
+        why = error
+    raise RetrieverError(f"'tokenizer_name' {name!r}: cannot be loaded: {why}")
 
 
 def cut_text(text: str, n_tok: int, tokenizer=None) -> str:
@@ -192,8 +197,10 @@ class RemoteRetriever:
 
     def __init__(self, urls: list[str], timeout_s: float = 30.0, tries: int = 3):
         for url in urls:
-            require(bool(re.fullmatch(r"https?://[^/:@?#]+(:[0-9]{1,5})?(/[^?#]*)?", url)),
-                    f"{url!r} is no URL of the form http://HOST:PORT")
+            try:
+                check_url("a URL of a retriever", url)
+            except ValueError as error:
+                raise RetrieverError(f"no URL of the form http://HOST:PORT: {error}") from None
         self.urls = [url.rstrip("/").removesuffix("/retrieve") for url in urls]
         self.failed_at, self.turns = dict.fromkeys(self.urls, -math.inf), count()
         self.timeout_s, self.n_tries = timeout_s, max(tries, len(urls))
@@ -274,6 +281,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("bm25", "e5"), default="bm25")
     parser.add_argument("--build", action="store_true", help="first build the index, or go on building it")
     parser.add_argument("--e5-model", default="intfloat/e5-base-v2", metavar="NAME", help="default %(default)s")
+    parser.add_argument("--e5-revision", default="", metavar="COMMIT", help="of a hub model: commit, tag or branch; "
+                        "without it what the index was made with, or main")
     parser.add_argument("--host", default="127.0.0.1", help="default %(default)s; there is no password")
     parser.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes a free one")
     parser.add_argument("--topk", type=int, default=3, help="of requests that do not say; default %(default)s")
@@ -284,8 +293,9 @@ def command_retriever(args: argparse.Namespace) -> int:
     require(bool(args.index) or not args.build and args.backend == "bm25", "--build and --backend e5 need --index DIR")
     require(1 <= args.topk <= MAX_TOPK, f"--topk {args.topk} must be in 1 .. {MAX_TOPK}")
     require(0 <= args.port <= 65535, f"--port {args.port} must be in 0 .. 65535")
-    kind, model = (E5Index, (args.e5_model,)) if args.backend == "e5" else (Bm25Index, ())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    kind, model = Bm25Index, ()
+    if args.backend == "e5":
+        kind, model = E5Index, (pin_e5(args.e5_model, args.e5_revision, args.index),)
     try:
         if args.build:
             kind.build(args.corpus, args.index, *model, progress=sys.stderr.isatty())
@@ -299,5 +309,5 @@ def command_retriever(args: argparse.Namespace) -> int:
             print(f"retriever: {args.backend}, {len(index.corpus):,} passages, "
                   f"http://{args.host}:{server.server_address[1]}", flush=True)
             server.serve_forever()
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stopped:
+        return 128 + next(iter(stopped.args), signal.SIGINT)

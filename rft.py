@@ -24,7 +24,6 @@ Known limits at lr 1e-7, both of fp32 rounding: a weight with |w| > 2 does not m
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterable, Iterator
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -44,8 +44,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine import load_model, untied_weights, weights_checksum
+from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
+from rundir import UsageError, naming, sync
 
 if TYPE_CHECKING:
     from rollout import Sequence
@@ -85,7 +86,7 @@ class StepStats:
     grad_norm: float | None  # before clipping, mean over the updates
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UsageError):
     """A checkpoint that is incomplete, damaged or of another configuration; the message names the file or field."""
 
 
@@ -129,9 +130,10 @@ class Trainer:
     With several ranks every method is called by all of them, with the same arguments.
     """
 
-    def __init__(self, model_dir: str | Path, cfg: TrainConfig, device: str | torch.device, ranks: Ranks = ALONE):
+    def __init__(self, model: str | Path | Model, cfg: TrainConfig, device: str | torch.device, ranks: Ranks = ALONE):
         self.cfg, self.device, self.ranks, self.version = cfg, torch.device(device), ranks, 0
-        self.model = load_model(model_dir).to(self.device)
+        self.model = load_model(model).to(self.device)
+        self.trust_remote_code = isinstance(model, Model) and model.trust_remote_code
         self.losses = TokenLosses(self.model, cfg.head_chunk_tok)
         self.max_seq_tok = min(cfg.micro_tok, self.model.config.get_text_config().max_position_embeddings)
         self._check_head()
@@ -286,18 +288,21 @@ class Trainer:
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
-        self.model.save_pretrained(aside, state_dict=weights)
-        tokenizer.save_pretrained(aside)
-        save_file(moments, aside / "trainer.safetensors")
+        with naming(folder, Exception):  # safetensors and tokenizers have exceptions of their own for a full disk
+            self.model.save_pretrained(aside, state_dict=weights)
+            tokenizer.save_pretrained(aside)
+            save_file(moments, aside / "trainer.safetensors")
         files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
         record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
-        (aside / "trainer.json").write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
-        for path in [*(aside / f for f in files), aside / "trainer.json", aside]:
-            _fsync(path)
+        marker = aside / "trainer.json"
+        with naming(marker):
+            marker.write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
+            for path in [*(aside / f for f in files), marker, aside]:
+                sync(path)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
-        _fsync(folder.parent)
+        sync(folder.parent)
 
     def load(self, folder: str | Path) -> None:
         """Makes this trainer the one that was saved, bit for bit, by however many ranks. Rank 0 reads and hands out.
@@ -323,7 +328,12 @@ class Trainer:
         changed = sorted({name for name, _ in asdict(self.cfg).items() ^ record["config"].items()} - FREE_ON_LOAD)
         if changed:
             raise CheckpointError(f"{folder} was made with other values of {', '.join(changed)}: {record['config']}")
-        return record["version"], untied_weights(load_model(folder)), load_file(folder / "trainer.safetensors")
+        saved = Model(str(folder), trust_remote_code=self.trust_remote_code)
+        try:
+            moments = load_file(folder / "trainer.safetensors")
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / 'trainer.safetensors'} holds no tensors: {error}") from None
+        return record["version"], untied_weights(load_model(saved)), moments
 
     def _gather(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whole tensors in rank 0's main memory, one after the other; {} on other ranks, which must take part."""
@@ -399,14 +409,18 @@ def read_checkpoint_record(folder: Path) -> dict:
         content = json.loads(marker.read_text())
         record = content["record"]
         intact = content["sha256"] == _sha256_json(record)
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{marker} is cut or changed")
     for name, sha256 in record["sha256"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing")
-        if _sha256(folder / name) != sha256:
+        try:
+            found = _sha256(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from None
+        if found != sha256:
             raise CheckpointError(f"{folder / name} is cut or changed: its sha256 is not the recorded one")
     return record
 
@@ -418,11 +432,3 @@ def _sha256(path: Path) -> str:
 
 def _sha256_json(record: dict) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

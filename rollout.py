@@ -34,6 +34,7 @@ from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
 MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
+MAX_TRACE_BYTES = 16 << 20      # of a rollout's requests and results as JSON, whatever the model's context
 INFRA_TRIES = 3
 N_GRADERS = 8           # threads that verify: a verifier may ask a judge over the network
 
@@ -185,6 +186,12 @@ class Trace:
         return row | {"calls": [asdict(call) for call in self.calls], "texts": texts}
 
 
+def max_trace_bytes(max_calls: int, max_len: int) -> int:
+    """What a rollout's requests and results may come to: a full context a call, at 8 bytes a token. Else a harness
+    could put a megabyte into each request."""
+    return min(MAX_TRACE_BYTES, 8 * max_len * max_calls)
+
+
 def derive_seed(*coordinates: int | str) -> int:
     """A 64-bit seed from a draw's coordinates (run, phase, step, task, sample, call)."""
     return int.from_bytes(hashlib.blake2b(repr(coordinates).encode(), digest_size=8).digest(), "big")
@@ -225,6 +232,12 @@ def tool_blocks(text: str) -> Iterator[str]:
         yield text[start:end]
 
 
+def remember_short(function: Callable[..., object]) -> Callable[..., object]:
+    """Samples of a task share their prompts; a harness that asks with a megabyte each time must not fill the memory."""
+    remembered = lru_cache(maxsize=1024)(function)
+    return lambda *texts: (remembered if sum(map(len, texts)) <= 1 << 16 else function)(*texts)
+
+
 class Prompter:
     """Chat messages -> prompt ids, through the model's own template. Sampled text is never tokenised again."""
 
@@ -235,13 +248,19 @@ class Prompter:
         special = set(tokenizer.all_special_tokens) | {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
-        self.render = lru_cache(maxsize=4096)(self._render)
-        self.encode = lru_cache(maxsize=4096)(self._encode)
+        self.render, self.encode = remember_short(self._render), remember_short(self._encode)
         self.is_special = lru_cache(maxsize=64)(lambda token: bool(self.special.fullmatch(self.decode([token]))))
 
-    def defuse(self, text: str) -> str:
-        """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn."""
-        return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+    def defuse(self, value):
+        """Turn tokens spelled out in a text stay text: `<|im_start|>` in a tool's output must not open a turn. So in
+        every text of some JSON; not in the JSON itself, where quotes and what is not ASCII are written otherwise."""
+        if isinstance(value, str):
+            return self.special.sub(lambda match: match[0][0] + " " + match[0][1:], value)
+        if isinstance(value, list):
+            return [self.defuse(part) for part in value]
+        if isinstance(value, dict):
+            return {self.defuse(key): self.defuse(part) for key, part in value.items()}
+        return value
 
     def _render(self, messages: str, tools: str) -> str:
         return self.tokenizer.apply_chat_template(
@@ -257,7 +276,7 @@ class Prompter:
     def prompt(self, request: dict, said_text: str, said_ids: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """-> prompt text and ids. Where the text begins with `said_text` (the last prompt and what the model said to
         it), the ids of that part are the recorded ones."""
-        text = self.render(self.defuse(json.dumps(request["messages"])), self.defuse(json.dumps(request.get("tools"))))
+        text = self.render(json.dumps(self.defuse(request["messages"])), json.dumps(self.defuse(request.get("tools"))))
         if said_text and text.startswith(said_text):
             return text, said_ids + self.encode(text[len(said_text):])
         return text, self.encode(text)
@@ -322,6 +341,7 @@ class Batch:
         self.seed, self.cfg, self.on_finish = seed, cfg, on_finish
         self.sha = hashlib.sha256(source.encode()).hexdigest()
         self.prompter = Prompter(engine.tokenizer)
+        self.max_bytes = max_trace_bytes(cfg.max_calls, engine.max_len)
 
     def run(self, wanted: list[tuple[Task, int]]) -> list[Trace]:
         self.engine.reset()
@@ -377,6 +397,8 @@ class Batch:
             self._end(program, "ok", "the harness returned")
         elif event.kind != "request":
             self._end(program, event.kind, event.message)
+        elif event.n_bytes > self.max_bytes:            # it is kept whole, in memory and on disk
+            self._end(program, "ok", f"limit of {self.max_bytes:,} bytes of requests and results")
         elif event.request["type"] == "generate":
             self._submit(program, live, event.request)
         elif event.request["type"] not in self.env.tools:
@@ -404,7 +426,8 @@ class Batch:
             return self._end(program, "ok", f"limit of {self.cfg.max_assistant_tok} assistant tokens")
         try:
             text, ids = self.prompter.prompt(request, live.text, live.ids)
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                RecursionError) as error:               # the template is the model's, whatever that does
             return self._end(program, "error", f"the chat template refused the messages: {error}")
         if not ids:
             return self._end(program, "error", "an empty prompt")
@@ -464,6 +487,7 @@ class Batch:
         live = self.live.pop(program)
         trace = live.trace
         self.engine.release((program, len(trace.calls) - 1))
+        self.programs.drop(program)
         trace.status, trace.end = status, why
         if status == "ok":
             reply = trace.last_reply

@@ -10,6 +10,7 @@
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
 #   bash run.sh bench [--only ...]       how fast it is, against the same work done bare (about 15 minutes)
 #   bash run.sh test [pytest flags]      the tests (about 13 minutes)
+#   bash run.sh test-slow                those that take long: kills at random moments, half an hour's soak (about 40 minutes)
 #   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it (about 9 minutes)
 #   bash run.sh gpu-check                what one GPU does with the paper's model, in minutes
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
@@ -19,7 +20,7 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-words="math search chess search-harness compare report export eval check-harness sandbox verify data retriever bench gpu-check test test-vllm"
+words="math search chess search-harness compare report export eval check-harness sandbox verify data retriever bench gpu-check test test-slow test-vllm"
 usage() { echo "usage: bash run.sh WORD [flags], where WORD is one of: $words" >&2; exit 2; }
 
 word=${1:-}
@@ -74,11 +75,12 @@ if ! cmp -s "$root/requirements.txt" "$env/requirements.installed"; then
 fi
 [ -z "$vllm" ] || exec 9>&-
 
-export TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false PYTHONUTF8=1    # files and terminal are UTF-8, whatever the locale says
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sleep: the sandbox uses the same cores
 python=$env/bin/python
 case $word in
   test) cd "$root" && exec "$python" -m pytest -n 2 --dist loadfile "$@" ;;      # -n 0: in one process
+  test-slow) cd "$root" && exec "$python" -m pytest tests/slow_*.py -s "$@" ;;
   test-vllm) cd "$root" && exec "$python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
   math|search|chess|search-harness) ;;
   *) exec "$python" "$root/cli.py" "$word" "$@" ;;

@@ -3,21 +3,27 @@
     config.json     the resolved settings and the hashes of data, model and h0; a run of other settings is refused
     state.json      what a resumed run must know beside the weights; the marker of a finished step, written last
     metrics.jsonl   one row an event; rows after the last finished step are cut off on resume and written again
+    weights/step_000044/state.json      the last state with these weights, step 0 being the base model's
     summary.json    the run in one glance;  log.txt  what the screen said
     weights/  harness/  eval/       checkpoints (rft.py), archives (harness_search.py), graded test rollouts
     rollouts/       of each weight step, a few rollouts with their tokens;  report.html: all of it, to look at
 
-A killed run loses at most the step that it was in, and the same command goes on.
+A killed run loses at most the step that it was in, and the same command goes on. State, checkpoint and metrics have
+checksums: where one is damaged, the run says so, goes back to the last state that is whole, and moves what came later
+to set_aside/. Kept are the last --keep checkpoints and that of the best evaluation.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TextIO
@@ -28,7 +34,7 @@ from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
 BIG_BYTES = 8 << 20                     # a larger file is not hashed
-FORMAT = 3                              # of the directory; a run of another one is neither resumed nor reported on
+FORMAT = 4                              # of the directory; a run of another one is neither resumed nor reported on
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
 AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",
            "proposer_tok", "proposer_usd", "proposer_unpriced", "seconds")                   # ... and in what
@@ -55,35 +61,106 @@ class State:
     accepted: list[dict] = field(default_factory=list)
     ledger: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LEDGER})
     metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
+    metrics_sha256: str = ""                # of these
+    n_threads: int = 0                      # of torch: sums in another order differ in the last bits
     complete: bool = False
 
 
 class RunDir:
-    """State, ledger and records of one run. Opening it takes its lock; UsageError if it belongs to another run."""
+    """State, ledger and records of one run. Opening it takes its lock; UsageError if it belongs to another run, or
+    nothing of it is whole. `check` raises UsageError for a folder that holds no whole checkpoint."""
 
-    def __init__(self, path: Path, identity: dict[str, dict]):
-        self.path, self.screen = path, Screen()
+    def __init__(self, path: Path, identity: dict[str, dict], keep: int = 2,
+                 check: Callable[[Path], object] = lambda folder: None):
+        self.path, self.keep, self.check, self.screen = path, keep, check, Screen()
         self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
-        path.mkdir(parents=True, exist_ok=True)
-        self.lock = take_lock(path, "run")
-        for left in path.rglob("*.*.tmp"):                          # by a process that was killed
-            if left.is_file():
-                left.unlink(missing_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.lock = take_lock(path, "run")
+            for left in path.rglob("*.*.tmp"):                      # by a process that was killed
+                if left.is_file():
+                    left.unlink(missing_ok=True)
+            with open(path / "metrics.jsonl", "ab"):                # can it be written? Told before a model is loaded
+                pass
+        except OSError as error:
+            raise UsageError(f"{error.filename or path} cannot be written ({error.strerror}): this run needs a folder "
+                             "of its own that can; give another --out or --name") from None
         self._check_identity({"format": {"version": FORMAT}, **identity})
-        state = path / "state.json"
-        self.resumed = state.exists()
-        self.state = read_state(state) if self.resumed else State()
-        with open(path / "metrics.jsonl", "ab") as metrics:
-            if metrics.tell() > self.state.metrics_bytes:
-                metrics.truncate(self.state.metrics_bytes)
         self.screen.log_path = path / "log.txt"
+        state = self._find_state()
+        self.resumed, self.state = state is not None, state or State()
+        if (path / "metrics.jsonl").stat().st_size > self.state.metrics_bytes:
+            os.truncate(path / "metrics.jsonl", self.state.metrics_bytes)
         self.track = NO_TRACKER
+
+    def _states(self) -> list[Path]:
+        """Where a state was written, the latest first: state.json, then beside the checkpoints."""
+        copies = [folder / "state.json" for _, folder in reversed(self._checkpoints())]
+        copies, newest = [path for path in copies if path.exists()], self.path / "state.json"
+        return [newest, *copies] if copies or newest.exists() else []
+
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        folders = (self.path / "weights").glob("step_*")
+        return sorted((int(path.name[5:]), path) for path in folders if path.name[5:].isdigit())
+
+    def _find_state(self) -> State | None:
+        """The latest state that is whole and whose metrics and checkpoint are, None for a new run. What is damaged is
+        said; what came later than that state was made of other weights, and is moved out of the way."""
+        damage = []
+        for path in self._states():
+            try:
+                state = read_state(path)
+                metrics = read_bytes(self.path / "metrics.jsonl")[:state.metrics_bytes]
+                if hashlib.sha256(metrics).hexdigest() != state.metrics_sha256:
+                    raise UsageError(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
+                                     f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
+                if state.weight_step:
+                    self.check(self.weights_dir(state.weight_step))
+            except UsageError as error:
+                damage += [str(error)] * (str(error) not in damage)
+                continue
+            if damage:
+                later = self._set_aside(state)
+                write_sealed(self.path / "state.json", asdict(state))
+                for line in (*(f"DAMAGED: {line}" for line in damage),
+                             f"the run goes back to {path.relative_to(self.path)}, the state after weight step "
+                             f"{state.weight_step}, and does again what came later"
+                             + f"; that is moved to {self.path / 'set_aside'}: {', '.join(later)}" * bool(later)):
+                    self.screen.say(line, style="bold red")
+            return state
+        if damage:
+            raise UsageError("\n".join([f"{self.path}: no state of this run is whole, so it cannot go on:",
+                                        *(f"  {line}" for line in damage),
+                                        "Put these files back from a copy, or give this run another --name."]))
+        return None
+
+    def _set_aside(self, state: State) -> list[str]:
+        """Moves what other weights than this state's made to set_aside/ -> what that is."""
+        later = [path for step, path in self._checkpoints() if step > state.weight_step]
+        if later:
+            evals = {row["traces"] for row in state.evals}
+            later += [path for path in sorted((self.path / "harness").glob("cycle_*"))
+                      if str(int(path.name[6:])) not in state.archive_iterations]
+            later += [path for path in sorted((self.path / "eval").glob("*")) if f"eval/{path.name}" not in evals]
+            later += [path for path in sorted((self.path / "rollouts").glob("step_*"))
+                      if int(path.stem[5:]) > state.weight_step]
+        for path in later:
+            aside = self.path / "set_aside" / path.relative_to(self.path)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            if aside.is_dir():                          # of an earlier time
+                shutil.rmtree(aside)
+            path.replace(aside)
+        return [str(path.relative_to(self.path)) for path in later]
 
     def _check_identity(self, identity: dict[str, dict]) -> None:
         path = self.path / "config.json"
-        if not path.exists():
+        if not path.exists() and not self._states():
             return write_atomically(path, json.dumps(identity, indent=1) + "\n")
-        before = read_json(path)
+        try:
+            before = read_json(path)
+        except UsageError as error:
+            raise UsageError(f"{error}. It says what run this is: put it back from a copy, or give this run another "
+                             "--name") from None
         changes = [f"  {group} {key}: {before.get(group, {}).get(key)!r} then, {value!r} now"
                    for group, values in identity.items() for key, value in values.items()
                    if before.get(group, {}).get(key) != value]
@@ -96,7 +173,8 @@ class RunDir:
         self.screen.say(text)
         row = {"kind": kind, **metrics, "training_rollouts": self.training_rollouts(),
                "seconds": round(self.seconds(), 1)}
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with naming(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -150,13 +228,18 @@ class RunDir:
         return best_of(self.state.evals)
 
     def save(self) -> None:
-        """Ends a step. Then the checkpoints go that are neither the last nor the best's."""
-        self.state.metrics_bytes = (self.path / "metrics.jsonl").stat().st_size
-        write_atomically(self.path / "state.json", json.dumps(asdict(self.state), indent=1) + "\n")
-        keep = {self.weights_dir(self.state.weight_step)} | (
-            {self.weights_dir(self.best_eval()["weight_step"])} if self.state.evals else set())
-        for folder in set((self.path / "weights").glob("step_*")) - keep:
-            shutil.rmtree(folder)
+        """Ends a step: the state beside its checkpoint, then state.json. Then the checkpoints go that are neither among
+        the last `keep` nor the best's."""
+        state, metrics = self.state, read_bytes(self.path / "metrics.jsonl")
+        state.metrics_bytes, state.metrics_sha256 = len(metrics), hashlib.sha256(metrics).hexdigest()
+        folder = self.weights_dir(state.weight_step)
+        folder.mkdir(parents=True, exist_ok=True)                   # step 0 has a state and no weights
+        for path in (folder / "state.json", self.path / "state.json"):
+            write_sealed(path, asdict(state))
+        steps = [step for step, _ in self._checkpoints() if 0 < step <= state.weight_step]
+        kept = {0, *steps[-self.keep:]} | ({self.best_eval()["weight_step"]} if state.evals else set())
+        for left in set((self.path / "weights").glob("step_*")) - set(map(self.weights_dir, kept)):
+            shutil.rmtree(left)
 
     def write_summary(self, **facts) -> None:
         """summary.json, rewritten after every phase."""
@@ -167,14 +250,14 @@ class RunDir:
         def point(row: dict) -> dict:
             return {"mean": round(row["mean"], 4), "ci95": [round(x, 4) for x in row["ci95"]]}
 
-        write_atomically(self.path / "summary.json", json.dumps({
+        write_sealed(self.path / "summary.json", {
             **facts, "complete": state.complete, "base_mean8": point(state.evals[0]),
             "best_mean8": point(self.best_eval()), "final_mean8": point(state.evals[-1]),
             "rollouts": {kind: int(self.spent(kind)) for kind in LEDGER},
             "seconds": {kind: round(self.spent(kind, "seconds"), 1) for kind in LEDGER},
             "ledger": {kind: {what: round(self.spent(kind, what), 4) for what in AMOUNTS} for kind in LEDGER},
             "weight_steps": state.weight_step, "harness_iterations": state.harness_iterations,
-            "accepted": state.accepted, "final_harness": "final_harness.py"}, indent=1) + "\n")
+            "accepted": state.accepted, "final_harness": "final_harness.py"})
 
 
 def best_of(evals: list[dict]) -> dict:
@@ -182,14 +265,18 @@ def best_of(evals: list[dict]) -> dict:
     return max(evals, key=lambda row: row.get("select_mean", row["mean"]))
 
 
-def read_text(path: Path, n_bytes: int | None = None) -> str:
+def read_bytes(path: Path) -> bytes:
     """UsageError if it cannot be read, with the path, as in all that is read here."""
     try:
         refuse_special(path)
-        return path.read_bytes()[:n_bytes].decode("utf-8", "replace")
+        return path.read_bytes()
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         raise UsageError(f"{path} {why}: the directory is not whole") from None
+
+
+def read_text(path: Path, n_bytes: int | None = None) -> str:
+    return read_bytes(path)[:n_bytes].decode("utf-8", "replace")
 
 
 def read_json(path: Path) -> dict:
@@ -204,8 +291,38 @@ def read_json(path: Path) -> dict:
     return record
 
 
-def read_state(path: Path) -> State:
+def iter_jsonl(path: Path) -> Iterator[dict]:
+    """The rows of a file, one at a time."""
+    try:
+        refuse_special(path)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield json.loads(line)
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UsageError(f"{path} {why}: the directory is not whole") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+
+
+def write_sealed(path: Path, record: dict) -> None:
+    """A record with its checksum, so that a flipped digit is seen."""
+    write_atomically(path, json.dumps(record | {"sha256": sha256(json.dumps(record))}, indent=1) + "\n")
+
+
+def read_sealed(path: Path) -> dict:
     record = read_json(path)
+    try:
+        is_whole = record.pop("sha256", None) == sha256(json.dumps(record))
+    except RecursionError:                              # writing nests deeper than reading did
+        is_whole = False
+    if not is_whole:
+        raise UsageError(f"{path} is damaged: its checksum is not the recorded one. Put it back from a copy")
+    return record
+
+
+def read_state(path: Path) -> State:
+    record = read_sealed(path)
     if set(record) != {knob.name for knob in fields(State)}:
         raise UsageError(f"{path} is damaged: it is not what a run of this version writes")
     return State(**record)
@@ -216,19 +333,52 @@ def take_lock(folder: Path, what: str) -> TextIO:
     lock = open(folder / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise UsageError(f"{folder} is in use by another {what}; give this one another --name") from None
     return lock
 
 
+@contextmanager
+def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: what
+    a library raises for it instead."""
+    try:
+        yield
+    except (OSError, *others) as error:
+        if isinstance(error, OSError) and error.strerror:
+            error.filename = error.filename or str(path)
+            raise
+        raise OSError(errno.EIO, str(error), str(path)) from error
+
+
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """By the numbers in their names: cycle_99 comes before cycle_100."""
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part
+                                           for part in re.split("([0-9]+)", str(path))])
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """A kill at any moment leaves the old file or the new one."""
+    """A kill at any moment, or a power failure, leaves the old file or the new one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")          # a report may be rebuilt beside the run
-    with open(aside, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)                                 # half a file on a full disk
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """On disk, also after a power failure: a file's content, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sha256(text: str) -> str:

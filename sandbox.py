@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, cut_frames,
-    readable, split_message, to_json)
+    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits, cause_of_death,
+    check_size, cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -41,6 +41,7 @@ class Event:
     kind: str               # "request" | "done" | "error" | "killed" | "infra"
     request: dict | None    # checked by harness_api.check_request
     message: str
+    n_bytes: int = 0        # with all that the program was sent and has sent so far
 
 
 class SandboxUnavailable(RuntimeError):
@@ -72,13 +73,16 @@ class Sandbox:
         env = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
         if "LD_LIBRARY_PATH" in os.environ:             # some interpreters find their own library only by it
             env["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(           # -S -s: no site-packages
-                [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
-                 *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
-                env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True)                 # Ctrl-C is for the host
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(       # -S -s: no site-packages
+                    [sys.executable, "-S", "-s", "-B", jail.__file__, "--helper",
+                     *map(str, (theirs.fileno(), os.getpid(), self.max_jobs))],
+                    env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    start_new_session=True)             # Ctrl-C is for the host
+        except OSError as error:                        # no /dev/null, no descriptor or no process left for us
+            raise SandboxUnavailable(f"the sandbox's helper process cannot be started: {error}") from None
         self._control, self._n_spawned = Channel(ours), self._n_spawned + 1
         if (answer := self._await("report")) is None:
             raise SandboxUnavailable("the sandbox's helper process did not start; its error is above")
@@ -88,7 +92,7 @@ class Sandbox:
             self._lose_helper()
             raise SandboxUnavailable(
                 "; ".join(f"sandbox layer {name} is missing here: {why}" for name, why in refused.items())
-                + f". To run untrusted code without: {' '.join(f'--waive {name}' for name in refused)}")
+                + f". To run untrusted code without: --waive {','.join([*self.waive, *refused])}")
         return {"on": report["on"], "off": report["off"], "waived": [name for name in self.waive if name in missing]}
 
     def _lose_helper(self) -> None:
@@ -121,7 +125,7 @@ class Sandbox:
         while job not in self._answers:
             if self._control is None:
                 return None
-            if readable([self._control], SILENCE_S):
+            if readable_awake([self._control], SILENCE_S):
                 self._read()
                 is_pinged, give_up = False, time.monotonic() + SILENCE_S
             elif time.monotonic() >= give_up:
@@ -194,7 +198,7 @@ class Sandbox:
         self._tell({"op": "worker", "job": job, "memory_mb": memory_mb}, b"", theirs)
         channel = Channel(ours)
         while self._control is not None and not channel.inbox.endswith(b"\n"):
-            if not readable([channel], 2 * SILENCE_S):
+            if not readable_awake([channel], 2 * SILENCE_S):
                 self._lose_helper()
             elif not channel.read():
                 break
@@ -237,6 +241,7 @@ class Program:
     program_id: int
     frames: list[bytes]             # all that it was sent
     n_answers: int = 0              # taken from it since its start
+    n_bytes: int = 0                # of these
     n_to_skip: int = 0              # after a replay: answers that were taken before its worker died
     event: Event | None = None      # not yet waited for
 
@@ -250,7 +255,8 @@ class Worker:
     channel: Channel
     pending: deque[Program] = field(default_factory=deque)      # whose answers are due, in the order of their frames
     n_answers: int = 0
-    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was found silent
+    watch: tuple[int, float] | None = None              # n_answers and CPU seconds when it was first found late,
+    n_looks: int = 0                                    # and how often it was since, half its CPU limit apart
 
 
 class Programs:
@@ -288,19 +294,26 @@ class Programs:
         if program.event is None:           # else it was lost with its worker, as `wait` will say
             self._submit(program, to_json({"id": program_id, "result": result}))
 
+    def drop(self, program_id: int) -> None:
+        """Its last request will not be answered: the worker need not keep it. What it does at its end is still its."""
+        program, worker = self._programs.pop(program_id, None), self._workers[program_id % len(self._workers)]
+        if program and worker:
+            self._submit(program, to_json({"id": program_id, "over": True}))
+
     def wait(self, program_id: int) -> Event:
         """The program's next event; blocks for that one only, but serves all. After any but "request" it is gone."""
         program = self._programs[program_id]
         if program.event is None:
             self.flush()
+        next_check = time.monotonic() + self.limits.seconds / 2
         while program.event is None:
             workers = {worker.channel: worker for worker in self._workers if worker}
-            ready = readable(workers, self.limits.seconds / 2)
-            for channel in ready:
+            for channel in readable(workers, max(0, next_check - time.monotonic())):
                 if self._workers[workers[channel].slot] is workers[channel]:    # else it was ended a moment ago
                     self._read(workers[channel])
-            if not ready:
+            if program.event is None and time.monotonic() >= next_check:        # whatever trickles in meanwhile
                 self._check_time(self._workers[program_id % len(self._workers)])
+                next_check = time.monotonic() + self.limits.seconds / 2
         event, program.event = program.event, None
         if event.kind != "request":
             del self._programs[program_id]
@@ -344,19 +357,20 @@ class Programs:
                 if program.n_to_skip:
                     program.n_to_skip -= 1
                 else:
-                    program.n_answers, program.event = program.n_answers + 1, event
+                    program.n_answers, program.n_bytes = program.n_answers + 1, program.n_bytes + len(payload)
+                    program.event = replace(event, n_bytes=program.n_bytes + sum(map(len, program.frames)))
         except (ValueError, RecursionError) as error:
             self._bury(worker, f"it wrote to the sandbox's own channel: {error!r:.200}")
 
     def _check_time(self, worker: Worker) -> None:
-        """The worker was silent for a while: end it if its exchange has had its time."""
-        answer, now = self.sandbox.ask_worker("cpu", worker.job), time.monotonic()
+        """The worker owes an answer for a while: end it if its exchange has had its time."""
+        answer = self.sandbox.ask_worker("cpu", worker.job)
         if answer is None:
-            self._bury(worker, "")
-        elif worker.watch is None or worker.watch[0] != worker.n_answers:
-            worker.watch = (worker.n_answers, now, answer["cpu_s"])
-        elif (answer["cpu_s"] - worker.watch[2] >= self.limits.seconds
-              or now - worker.watch[1] >= WALL_FACTOR * self.limits.seconds):
+            return self._bury(worker, "")
+        if worker.watch is None or worker.watch[0] != worker.n_answers:
+            worker.watch, worker.n_looks = (worker.n_answers, answer["cpu_s"]), 0
+        worker.n_looks += 1                     # counted, not timed: an hour in which all were stopped is one look
+        if answer["cpu_s"] - worker.watch[1] >= self.limits.seconds or worker.n_looks > 2 * WALL_FACTOR:
             self._bury(worker, f"time limit of {self.limits.seconds:g} s for one exchange reached")
 
     def _end(self, worker: Worker) -> dict | None:
@@ -391,12 +405,21 @@ class Programs:
         return Event("killed", None, f"this harness ended its worker {MAX_DEATHS} times; none of its programs runs on")
 
 
+def readable_awake(channels: list[Channel], seconds: float) -> list[Channel]:
+    """jail.readable, where a wait that took much longer than it should is none: we were stopped, and so were they."""
+    while True:
+        began = time.monotonic()
+        ready = readable(channels, seconds)
+        if ready or time.monotonic() - began < seconds + OVERSLEPT_S:
+            return ready
+
+
 def parse_answer(payload: bytes) -> tuple[int, Event]:
     """A worker's frame. ValueError for all that an honest worker does not send."""
     def refuse(constant: str):
         raise ValueError(f"{constant} is not JSON")
 
-    message = json.loads(payload, parse_constant=refuse)
+    message = json.loads(payload.decode(), parse_constant=refuse)      # by itself it would take UTF-16, and surrogates
     if not isinstance(message, dict) or type(message.get("id")) is not int:
         raise ValueError("no program id")
     if b"\\ud" in payload or b"\\uD" in payload:
@@ -404,7 +427,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     kind, request, words = message.get("kind"), message.get("request"), message.get("message", "")
     if not isinstance(words, str) or kind not in ("request", "done", "error"):
         raise ValueError("no event")
-    if kind == "request" and (problem := harness_api.check_request(request)):
+    if kind == "request" and (problem := harness_api.check_request(request) or check_size(request, payload)):
         raise ValueError(problem)
     return message["id"], Event(kind, request if kind == "request" else None, words[:1000])
 

@@ -12,6 +12,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from keys import redact
 
 LEDGER_TITLES = ("rollouts", "model calls", "prompt tokens", "sampled tokens", "tool calls", "proposals",
                  "proposer calls", "proposer tokens", "proposer USD", "minutes")
@@ -22,8 +23,8 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e
 
 
 def plain(text: str) -> str:
-    """Text of a model, a server or a stranger's file, as it can be written and shown."""
-    return UNSAFE.sub("\ufffd", text)
+    """Text of a model, a server or a stranger's file, as it can be written and shown; no secret is in it."""
+    return UNSAFE.sub("\ufffd", redact(text))
 
 
 class Screen:
@@ -32,12 +33,16 @@ class Screen:
         self.log_path: Path | None = None
 
     def say(self, text: str, style: str = "") -> None:
-        """One line. `text` may hold a model's or a proposer's words, so nothing in it is read as markup."""
+        """One line. `text` may hold a model's, a proposer's or a server's words: nothing in it is read as markup."""
         text = plain(text)
         self.console.print(Text(text, style=style))
-        if self.log_path:
-            with open(self.log_path, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        try:
+            if self.log_path:
+                with open(self.log_path, "a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+        except OSError as error:                # a copy of what was just shown, perhaps of a first error
+            self.console.print(Text(f"from here on without log.txt: {error.strerror}"))
+            self.log_path = None
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[], None]]:

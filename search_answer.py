@@ -32,6 +32,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from keys import check_url, is_loopback
+from rundir import naming
+
+KEY = "WHALE_JUDGE_KEY"
 MAX_ANSWER_CHARS, MAX_JUDGED_CHARS, MAX_JUDGE_BYTES, BACKOFF_S = 500, 300, 65536, 1.0
 MAX_FAILURES = 20           # in a row: then the judge is down, and no score is worth having
 SPELLINGS = str.maketrans(dict.fromkeys("‐‑‒–—―−〜﹘", "-") | dict.fromkeys("‘’‚‛ʻʼʹ´`′", "'")
@@ -159,13 +163,12 @@ class Judge:
 
     def __init__(self, url: str, model: str, key: str | None = None, timeout_s: float = 30, tries: int = 3,
                  max_tokens: int = 16, cache_path: str | Path | None = None):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"the judge's url must be like http://localhost:8000/v1, not {url!r}")
+        check_url("the judge's url", url, KEY)
         if key and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise ValueError("the judge's key holds a character that no header may hold (a line end?)")
-        self.endpoint = url.rstrip("/") + ("" if re.search(r"/v\d", parts.path) else "/v1") + "/chat/completions"
-        self.is_loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        version = "" if re.search(r"/v\d", urlsplit(url).path) else "/v1"
+        self.endpoint = f"{url.rstrip('/')}{version}/chat/completions"
+        self.is_loopback = is_loopback(url)
         self.model, self.timeout_s, self.tries, self.max_tokens = model, timeout_s, tries, max_tokens
         self.n_asked = self.n_failed = self.n_cached = 0        # answers sent, of them without a verdict; remembered
         self.n_in_a_row = 0                             # without a verdict
@@ -219,7 +222,7 @@ class Judge:
 
     def _remember(self, case_hash: str, verdict: bool) -> None:
         if self._cache_path:
-            with open(self._cache_path, "a", encoding="utf-8") as file:
+            with naming(self._cache_path), open(self._cache_path, "a", encoding="utf-8") as file:
                 file.write("\n" + json.dumps({"hash": case_hash, "correct": verdict}))
         self.verdicts[case_hash] = verdict
 

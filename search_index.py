@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rundir import naming
 from tasks import refuse_special
 
 WORD = re.compile(r"\w+")
@@ -161,7 +162,7 @@ def check_index(index_dir: Path, expected: dict, complete: bool = True) -> None:
 def write_synced(path: Path, content: bytes) -> None:
     """A kill at any moment leaves the old file or the new one."""
     aside = path.with_name(path.name + ".tmp")
-    with open(aside, "wb") as file:
+    with naming(path), open(aside, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -186,10 +187,11 @@ class Bm25Index(Index):
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         bm25, offsets = count_words(corpus_path, progress)
-        bm25.save(aside, show_progress=False)
-        offsets.tofile(aside / "offsets")
-        (aside / "manifest.json").write_text(json.dumps(manifest))
-        (aside / "complete").touch()
+        with naming(index_dir):
+            bm25.save(aside, show_progress=False)
+            offsets.tofile(aside / "offsets")
+            (aside / "manifest.json").write_text(json.dumps(manifest))
+            (aside / "complete").touch()
         os.sync()
         aside.rename(index_dir)
 
@@ -201,8 +203,12 @@ class Bm25Index(Index):
         else:
             import bm25s
             check_index(Path(index_dir), describe(corpus_path, cls.backend))
-            offsets = np.memmap(Path(index_dir) / "offsets", np.int64, "r")
-            bm25 = bm25s.BM25.load(index_dir, mmap=True, show_progress=False)
+            try:
+                offsets = np.memmap(Path(index_dir) / "offsets", np.int64, "r")
+                bm25 = bm25s.BM25.load(index_dir, mmap=True, show_progress=False, allow_pickle=False)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise RetrieverError(f"--index {index_dir}: is damaged ({type(error).__name__}: {error}); remove it "
+                                     "and --build") from None
         return cls(Corpus(corpus_path, offsets), bm25)
 
     def rank(self, queries: list[str], topk: int) -> list[Hits]:
@@ -236,18 +242,42 @@ def count_words(corpus_path: str | Path, progress: bool) -> tuple:
     return bm25, np.array(offsets)
 
 
+def pin_e5(name: str, revision: str, index_dir: str | Path) -> str:
+    """A hub model as name@commit: the commit that the index was made with, unless a revision is asked for."""
+    from engine import ModelError, find_commit, is_hub_name
+    if not is_hub_name(name):
+        require(not revision, f"--e5-revision {revision}: is for a model of the hub, and --e5-model {name} is none")
+        return name
+    try:
+        made_with = json.loads((Path(index_dir) / "manifest.json").read_text())["model"]
+        if made_with.startswith(f"{name}@") and not revision:
+            return made_with
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass                                                    # no index yet, or none that check_index lets pass
+    try:
+        return f"{name}@{find_commit(name, revision)}"
+    except ModelError as error:
+        raise RetrieverError(f"--e5-model: {error}") from None
+
+
 class Encoder:
-    """E5: the mean of the last hidden states over the attention mask, as a unit vector."""
+    """E5: the mean of the last hidden states over the attention mask, as a unit vector. `name`: a folder or, of a hub
+    model, name@commit."""
 
     def __init__(self, name: str):
         import torch
         from transformers import AutoModel, AutoTokenizer
+
+        from engine import Model, ModelError, is_hub_name, locate, naming_the_model
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype, self.batch_rows = (torch.float16, 256) if self.device == "cuda" else (torch.float32, 32)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, dtype=dtype).eval().to(self.device)
-        except (OSError, ValueError) as error:
+            with naming_the_model(name):
+                where = locate(Model(*name.split("@", 1)) if is_hub_name(name) else name)
+                self.tokenizer = AutoTokenizer.from_pretrained(**where)
+                model = AutoModel.from_pretrained(**where, dtype=dtype, use_safetensors=True)
+            self.model = model.eval().to(self.device)
+        except ModelError as error:
             raise RetrieverError(f"--e5-model {name}: cannot be loaded: {error}") from None
         self.n_dims = self.model.config.hidden_size
         self.max_tok = min(MAX_TOK, self.model.config.max_position_embeddings)

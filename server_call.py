@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import re
 import threading
 import time
@@ -14,6 +13,7 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from engine import EngineDied, ModelError
+from keys import check_url, read_key, redact, redact_bytes
 
 KEY = "WHALE_ENGINE_KEY"
 ANSWER_S = 60           # to answer, where the caller names no limit
@@ -43,10 +43,10 @@ def read_urls(urls: str) -> list[str]:
     """Each once, without the /v1 that it may end in. ModelError if one is no server's, or if it holds a secret."""
     bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls.split(",") if url.strip()]
     for url in bases:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-            shown = re.sub(r"//[^/]*@|\?.*", "...", url)
-            raise ModelError(f"--urls: {shown} is not like http://127.0.0.1:8000/v1; a key belongs in {KEY}")
+        try:
+            check_url("--urls", url, KEY)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
     if not bases:
         raise ModelError("--engine server needs --urls URL,URL")
     return list(dict.fromkeys(bases))
@@ -66,9 +66,10 @@ class Client:
     """Calls servers, from many threads."""
 
     def __init__(self):
-        self.key = os.environ.get(KEY, "")
-        if not (self.key.isascii() and self.key.isprintable() and self.key == self.key.strip()):
-            raise ModelError(f"{KEY} holds a character that no header may hold (a line end?)")
+        try:
+            self.key = read_key(KEY)
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         self.local = threading.local()          # a connection pool a thread
 
     def call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
@@ -83,24 +84,20 @@ class Client:
         try:
             with self.local.session.request(method, url + path, json=body, timeout=(10, limit_s), stream=True,
                                             allow_redirects=False) as response:
-                content = read_within(response, limit_s)
+                content = redact_bytes(read_within(response, limit_s))          # some servers say the key in it
             if response.status_code != 200:
                 raise self._failure(url + path, response, content.decode("utf-8", "replace"))
             answer = json.loads(content) if content else {}
         except (requests.RequestException, HTTPError, OSError, ValueError, RecursionError) as error:
-            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {self._clean(str(error))[:N_SHOWN]}") from None
+            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
         if not isinstance(answer, dict):
             raise ServerFailed(f"{url}{path} answered no JSON object")
         return answer
 
     def _failure(self, where: str, response: requests.Response, answer: str) -> ServerFailed | ServerRefused:
-        status, answer = response.status_code, self._clean(answer)
+        status = response.status_code
         message = f"{where} answered {status}: {answer[:N_SHOWN]}"
         if status >= 500 or status in (408, 429):
             wait = response.headers.get("Retry-After", "")                      # seconds; a date is not looked at
             return ServerFailed(message, status, answer, float(wait) if re.fullmatch(r"\d+(\.\d+)?", wait) else 0.0)
         return ServerRefused(f"{message} ({ADVICE[status]})" if status in ADVICE else message, status, answer)
-
-    def _clean(self, text: str) -> str:
-        """Some servers say the key in their answer."""
-        return text.replace(self.key, f"[{KEY}]") if self.key else text

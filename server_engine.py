@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
+    Completion, EngineDied, Model, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
     load_generation_config, load_model, load_tokenizer, locate, stop_ids_of, untied_weights, write_weights)
 from server_call import N_SHOWN, Client, ServerFailed, ServerRefused, read_urls
 from server_chat import Chat
@@ -73,7 +73,7 @@ class ServerEngine:
 
     exact = False
 
-    def __init__(self, model: str, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
+    def __init__(self, model: str | Model, urls: str, share: Path, n_rows: int = 256, max_len: int = 4096):
         self.notes: list[str] = []
         self._noted: set[str] = set()
         self._call = Client().call
@@ -83,7 +83,7 @@ class ServerEngine:
         if len(dtypes) > 1:
             raise ModelError("--urls: all servers must compute in one dtype, and all or none in dev mode; these are "
                              + ", ".join(f"{server.url} {server.dtype or 'no dev mode'}" for server in self.servers))
-        self.takes_weights = dtypes != {""} and not all(is_but_served(model, server) for server in self.servers)
+        self.takes_weights = dtypes != {""} and not all(is_but_served(str(model), server) for server in self.servers)
         self.dtype = getattr(torch, dtypes.pop() or "bfloat16")
         self.share, self.folder, self.stamp = share, None, ""
         self.version, self.n_steps = 0, 0
@@ -239,11 +239,11 @@ class ServerEngine:
                 raise ModelError(f"--urls: {error}") from None
         return Server(url, dict(zip(names, lengths, strict=True)), roots, names[0] if names else "", dtype=dtype)
 
-    def _settle(self, model: str) -> None:
+    def _settle(self, model: str | Model) -> None:
         """How servers that take no weights are asked, and for which model. ModelError if they do not serve it."""
         self.tokenizer = find_tokenizer(model)
         for server in self.servers:
-            server.name = self._name_at(server, model)
+            server.name = self._name_at(server, str(model))
         if self.tokenizer is not None:
             self.stop_ids = stop_ids_of(load_generation_config(model), self.tokenizer)
             if all(map(self._takes_ids, self.servers)):

@@ -28,8 +28,9 @@ from pathlib import Path
 
 from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
+from keys import redact
 from rollout import derive_seed
-from rundir import fingerprint, write_atomically
+from rundir import fingerprint, in_order, read_json, write_atomically
 from screen import plain
 
 ROOT = Path(__file__).resolve().parent
@@ -127,7 +128,7 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
                  closed: tuple[Path, ...], guarded: tuple[Path, ...], waived: tuple[str, ...],
                  say: Callable[[str], None]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in request.notes.glob("session_*.json")]
+    records = [read_json(path) for path in request.notes.glob("session_*.json")]
     number, n_ended = 1 + len(records), sum(record["end"] != "killed" for record in records)
     record = request.notes / f"session_{number}.json"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
@@ -184,14 +185,16 @@ def fill_folder(folder: Path, request: ProposalRequest) -> None:
     folder.mkdir()
     shutil.copy(ROOT / "harness_api.py", folder)
     shutil.copy(request.folder / "task.md", folder)
-    is_one_of_many = request.folder.name.startswith("cycle_")
-    for archive in sorted(request.folder.parent.glob("cycle_*")) if is_one_of_many else [request.folder]:
-        if archive.name <= request.folder.name:
-            copy = folder / "archive" / archive.name
-            shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
-            for report in sorted(archive.glob("sessions/*/report.md")):
-                (copy / "reports").mkdir(exist_ok=True)
-                shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
+    archives = [request.folder]
+    if request.folder.name.startswith("cycle_"):
+        archives = in_order(request.folder.parent.glob("cycle_*"))
+        archives = archives[:archives.index(request.folder) + 1]
+    for archive in archives:
+        copy = folder / "archive" / archive.name
+        shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("sessions", "task.md", "*.tmp"))
+        for report in archive.glob("sessions/*/report.md"):
+            (copy / "reports").mkdir(exist_ok=True)
+            shutil.copy(report, copy / "reports" / f"{report.parent.name}.md")
 
 
 # ---- what an agent leaves: all of it is hostile ---------------------------------------------------------------------
@@ -225,7 +228,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def read_plain(path: Path) -> str | None:
-    """The text of a plain file of moderate size; None for anything else (a link to /etc/passwd, a pipe)."""
+    """The text of a plain file of moderate size, secrets blotted out; None for anything else (a link, a pipe)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -234,7 +237,7 @@ def read_plain(path: Path) -> str | None:
         seen = os.fstat(descriptor)
         if not stat.S_ISREG(seen.st_mode) or seen.st_size > MAX_SLOT_BYTES:
             return None
-        return os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace")
+        return redact(os.read(descriptor, MAX_SLOT_BYTES).decode("utf-8", "replace"))      # it may write what it sees
     finally:
         os.close(descriptor)
 
@@ -242,7 +245,8 @@ def read_plain(path: Path) -> str | None:
 def remove_tree(folder: Path) -> None:
     """Removes what an agent could make: folders without rights, deeper than a path can name. Follows no link."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        subprocess.run([*command, "--", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+                       env={"PATH": os.environ.get("PATH", os.defpath)})
 
 
 def take_slots(folder: Path, request: ProposalRequest) -> tuple[list[Candidate], list[str]]:
@@ -305,7 +309,7 @@ def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> fl
 
 def add_up(bill: Bill, notes: Path) -> None:
     """All sessions of an iteration, those of a process that was killed included."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(notes.glob("session_*.json"))]
+    records = [read_json(path) for path in in_order(notes.glob("session_*.json"))]
     bill.proposals = sum(max(1, len(record.get("candidates", []))) for record in records)
     bill.proposer_calls = len(records)
     bill.proposer_usd = sum(record.get("usd") or 0.0 for record in records)
@@ -317,8 +321,8 @@ def sweep_up(request: ProposalRequest) -> list[Candidate]:
     """After a process that was killed: its working copy goes, its session is known to have been; and if the session had
     ended, here are its candidates, so that it is not held again."""
     earned = []
-    for path in sorted(request.notes.glob("session_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+    for path in in_order(request.notes.glob("session_*.json")):
+        record = read_json(path)
         if record["end"] == "running":
             folder = Path(record["folder"])
             if folder.name.startswith(PREFIX):

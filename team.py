@@ -23,6 +23,7 @@ from rollout import Trace
 from rundir import UsageError
 from sandbox import Sandbox
 from server_engine import ServerEngine
+from stop import SIGNALS
 from tasks import Task
 from transformers_engine import TransformersEngine
 from vllm_engine import VllmEngine
@@ -60,7 +61,7 @@ class Team:
         if cfg.method != "harness" and self.engine and not self.engine.takes_weights:
             raise UsageError(f"--urls {cfg.urls}: these servers take no weights, so they serve --method harness only; "
                              "vLLM servers with VLLM_SERVER_DEV_MODE=1 take them")
-        self.trainer = Trainer(cfg.model, train_config(cfg), device, ranks) if cfg.method != "harness" else None
+        self.trainer = Trainer(cfg.theta, train_config(cfg), device, ranks) if cfg.method != "harness" else None
 
     @property
     def version(self) -> int:
@@ -132,10 +133,10 @@ def open_engine(cfg: Config, device: str | None = None):
     device = device or cfg.device
     if cfg.engine == "server":
         share = Path(cfg.share or cfg.run_dir / "serving").resolve()
-        return ServerEngine(cfg.model, cfg.urls, share, cfg.n_rows, cfg.max_len)
+        return ServerEngine(cfg.theta, cfg.urls, share, cfg.n_rows, cfg.max_len)
     if cfg.engine == "vllm":
-        return VllmEngine(cfg.model, cfg.n_rows, cfg.max_len, device, cfg.tp, cfg.gpu_memory_frac)
-    return TransformersEngine(cfg.model, cfg.n_rows, cfg.max_len, device)
+        return VllmEngine(cfg.theta, cfg.n_rows, cfg.max_len, device, cfg.tp, cfg.gpu_memory_frac)
+    return TransformersEngine(cfg.theta, cfg.n_rows, cfg.max_len, device)
 
 
 def lead(cfg: Config, env, ranks: Ranks) -> Team:
@@ -146,7 +147,8 @@ def lead(cfg: Config, env, ranks: Ranks) -> Team:
 
 def follow(ranks: Ranks) -> None:
     """What every rank but 0 does: carries out orders until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # rank 0 says that it was stopped,
+    for number in SIGNALS:                              # rank 0 says that it was stopped,
+        signal.signal(number, signal.SIG_DFL)
     set_verbosity_error()                               # and what transformers thinks of the model
     begin = ranks.broadcast()
     if begin is None:                                   # rank 0 found nothing to share

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from keys import redact
+
 PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "torch.utils.tensorboard"}
 
 
@@ -44,7 +46,7 @@ def as_tracker_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:                          # another project's code, over a network: it may raise anything
-        raise TrackerError(f"the tracker failed: {type(error).__name__}: {error}") from error
+        raise TrackerError(f"the tracker failed: {type(error).__name__}: {redact(str(error))}") from None
 
 
 def open_tracker(name: str, folder: Path, settings: dict) -> Tracker:

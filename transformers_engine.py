@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, check_names, load_model, load_tokenizer, stop_ids_of,
+    Completion, EngineDied, Model, ModelError, SamplingParams, check_names, load_model, load_tokenizer, stop_ids_of,
     untied_weights, weights_checksum)
 
 ADMIT_EVERY = 8         # steps between prefills while more than half of the rows run
@@ -108,7 +108,7 @@ class TransformersEngine:
     notes = ()
     exact = True                            # the same requests in the same order are answered with the same tokens
 
-    def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cpu",
+    def __init__(self, model: str | Model, n_rows: int = 256, max_len: int = 4096, device: str = "cpu",
                  dtype: torch.dtype = torch.float32):
         self.tokenizer = load_tokenizer(model)
         self.model = load_model(model, dtype, attention="whale_grouped").to(device)

@@ -34,8 +34,9 @@ from typing import TextIO
 import torch
 
 from engine import (
-    Completion, EngineDied, ModelError, SamplingParams, cast, check_names, digest, load_model, load_tokenizer,
+    Completion, EngineDied, Model, ModelError, SamplingParams, cast, check_names, digest, load_model, load_tokenizer,
     stop_ids_of, untied_weights, write_weights)
+from keys import without_secrets
 
 START_S = 900           # to load a model and capture its graphs
 SILENCE_S = 50          # of an engine that has work; a step takes milliseconds
@@ -52,7 +53,7 @@ class VllmEngine:
     notes = ()
     exact = False                           # the same request may be answered otherwise beside other requests
 
-    def __init__(self, model: str, n_rows: int = 256, max_len: int = 4096, device: str = "cuda", tp: int = 1,
+    def __init__(self, model: str | Model, n_rows: int = 256, max_len: int = 4096, device: str = "cuda", tp: int = 1,
                  memory_frac: float = 0.6, dtype: torch.dtype | None = None):
         if find_spec("vllm") is None:
             raise ModelError("--engine vllm: vLLM is not installed in this environment; start with run.sh, which makes "
@@ -81,7 +82,7 @@ class VllmEngine:
                 "max_model_len": self.max_len, "max_num_seqs": n_rows, "tensor_parallel_size": tp,
                 "generation_config": "vllm",            # no sampling parameter from a file
                 "enable_prefix_caching": "linear_attention" not in (getattr(config, "layer_types", None) or []),
-                "disable_log_stats": True, "trust_remote_code": False,
+                "disable_log_stats": True, "trust_remote_code": isinstance(model, Model) and model.trust_remote_code,
                 **({"enforce_eager": True, "enable_chunked_prefill": False,     # seeds and chunks do not mix on a CPU
                     "max_num_batched_tokens": max(8192, self.max_len),
                     "kv_cache_memory_bytes": min(n_cached_tok * cache_bytes_a_token(config), 4 << 30)}
@@ -94,12 +95,14 @@ class VllmEngine:
             raise
 
     def _start(self, settings: dict, device: str) -> None:
+        # It pickles, and that is safe: a socket pair without a name, held by this process and the one started here, and
+        # both run this file. What a model says crosses it as ids, and as text that is never unpickled.
         ours, theirs = Pipe()
         cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else {}
         gpu = {"CUDA_VISIBLE_DEVICES": visible_gpus(device, self.tp)} if device != "cpu" else {}
         # it is no rank of ours
         torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-        env = {key: value for key, value in os.environ.items()
+        env = {key: value for key, value in without_secrets(os.environ).items()
                if key not in torchrun and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
                 "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **cpu, **gpu}

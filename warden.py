@@ -27,7 +27,6 @@ import errno
 import json
 import math
 import os
-import resource
 import select
 import signal
 import struct
@@ -144,9 +143,7 @@ def become_agent(job: dict, ruleset: int | None, own_ids: bool, parent: int, pro
         if own_ids:                                     # else it would count all that this user runs
             limits["NPROC"] = job["n_processes"]
         for name, value in limits.items():
-            hard = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+            jail.set_limit(name, value)
         os.chdir(job["cwd"])
         jail.checked(jail.LIBC.prctl(jail.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if ruleset is not None:
@@ -268,6 +265,22 @@ def disk_use(folders: list[str], max_bytes: float = math.inf, max_files: float =
 # ---- a session ------------------------------------------------------------------------------------------------------
 
 
+class Blotter:
+    """What comes in pieces, without the secrets in it. What may be the beginning of one waits for the next piece."""
+
+    def __init__(self, blots: list[list[str]]):
+        self.blots = [(os.fsencode(form), os.fsencode(name)) for form, name in blots]
+        self.rest = b""
+
+    def take(self, piece: bytes) -> bytes:
+        said = self.rest + piece
+        for form, name in self.blots:
+            said = said.replace(form, name)
+        n_open = max((n for form, _ in self.blots for n in range(1, len(form)) if said.endswith(form[:n])), default=0)
+        self.rest = said[len(said) - n_open:]
+        return said[:len(said) - n_open]
+
+
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     """The agent from start to end -> {"end", "code", "n_left", "n_bytes", "mounts"}. `end` is "exit", or the limit that
     it passed; `n_left`: processes that it left; `mounts`: why they are not its own."""
@@ -278,6 +291,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     end, code, n_bytes = "", None, 0
     files = {out: os.open(job["transcript"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
              err: os.open(job["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)}
+    blotters = {descriptor: Blotter(job.get("blots", [])) for descriptor in files}
     poller = select.poll()
     for descriptor in (status, out, err):
         os.set_blocking(descriptor, False)
@@ -290,7 +304,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             return False
-        os.write(files[descriptor], chunk[:max(0, job["output_bytes"] - n_bytes)])
+        os.write(files[descriptor], blotters[descriptor].take(chunk[:max(0, job["output_bytes"] - n_bytes)]))
         n_bytes += len(chunk)
         return bool(chunk)
 
@@ -321,6 +335,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     for descriptor in (out, err):
         while n_bytes <= job["output_bytes"] and take(descriptor):
             pass
+        os.write(files[descriptor], blotters[descriptor].rest)
     end = "output" if n_bytes > job["output_bytes"] else end
     return {"end": end, "code": code, "n_left": n_left, "n_bytes": n_bytes, "mounts": mounts}
 

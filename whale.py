@@ -26,30 +26,33 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 import rollout
 import sched
 import team
 from acceptance import kept_rollouts
 from config import (
-    ALTERNATING, PRESETS, Config, check_disk, check_schedule, code_version, guarded_paths, identity_of,
-    least_search, least_weight_step, load_splits, n_steps, open_judge, proposer_config, read_file, rollout_budget,
-    secret_paths)
+    ALTERNATING, N_SHOWN, PRESETS, Config, check_disk, check_schedule, code_version, describe_model, guarded_paths,
+    identity_of, least_search, least_weight_step, load_splits, n_steps, n_weights_of, open_judge, pin_model, plan_disk,
+    proposer_config, read_file, rollout_budget, secret_paths)
 from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from candidates import Candidate, Outcome
 from harness_search import Search, SearchError
 from proposers import make_proposer
 from ranks import ALONE, Ranks
-from report import REFRESH_S, write_report
-from rft import StepStats
+from report import REFRESH_S, report_mark, write_report
+from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
-from rundir import LEDGER, RunDir, UsageError, sha256, write_atomically
+from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
+from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task
 from track import open_tracker
 
 UNBOUNDED = 1 << 62         # training rollouts
-N_SHOWN = 2                 # rollouts of a weight step, of each verdict, that are kept with their tokens
+PAGE_S = 5                  # phases that end within so many seconds share a page
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -114,10 +117,16 @@ class Run:
             raise UsageError(f"--harness {cfg.harness}: under fst, the rules proposer rewords {self.env.h0.name} only")
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
-        check_disk(cfg)
+        check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
+        self.cfg = cfg = pin_model(cfg)
+        if not cfg.run_dir.exists():
+            Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""
-        self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0))
+        self.dir = RunDir(cfg.run_dir, identity_of(cfg, self.env, splits, self.h0), cfg.keep, read_checkpoint_record)
         self.state, self.say = self.dir.state, self.dir.screen.say
+        self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
+        if harness := self.state.harness:
+            self.harness = Candidate(**{**harness, "mechanisms": tuple(harness["mechanisms"])})
         if not self.state.complete:
             self._load_parts()
 
@@ -126,6 +135,8 @@ class Run:
         self.dir.track = open_tracker(cfg.track, self.dir.path, asdict(cfg))
         if not self.dir.resumed:
             self.say("settings: " + " ".join(f"{key}={value}" for key, value in asdict(cfg).items() if value != ""))
+        for line in describe_model(cfg):
+            self.say(line, style="bold" * cfg.trust_remote_code)
         tiny = PRESETS["tiny"]
         if cfg.model != tiny["model"] and (cfg.preset, cfg.max_assistant_tok) == ("tiny", tiny["max_assistant_tok"]):
             self.say(f"--max-assistant-tok {cfg.max_assistant_tok} a rollout: this, --max-len, --tool-s and "
@@ -138,6 +149,11 @@ class Run:
         self.say("sandbox layers on: " + ", ".join(layers["on"])
                  + "".join(f"; {name} off: {why}" for name, why in layers["off"].items())
                  + "".join(f"; {name} WAIVED" for name in layers["waived"]))
+        n_threads = torch.get_num_threads()
+        state.n_threads = state.n_threads or n_threads
+        if state.n_threads != n_threads:
+            self.say(f"this run began with {state.n_threads} torch threads and goes on with {n_threads}: it differs in "
+                     f"the last bits, and so in what it samples; OMP_NUM_THREADS={state.n_threads} repeats it exactly")
         if self.ranks.world > 1:
             self.say(f"{self.ranks.world} ranks, {self.ranks.world // cfg.tp} engines"
                      + "; the trainer is sharded over all" * (cfg.method != "harness"))
@@ -145,12 +161,11 @@ class Run:
             self.say(f"{cfg.model} has no chat template: turns are labelled paragraphs (User: ..., Assistant: ...)")
         self.tell_notes()
         self.forbidden = ForbiddenText([*self.train, *self.harness_tasks, *self.test])
-        self.harness = self.first_harness = Candidate("h0", "", "the starting point", (), self.h0, 0)
-        if state.harness:
-            self.harness = Candidate(**{**state.harness, "mechanisms": tuple(state.harness["mechanisms"])})
         if state.weight_step:
             self.team.load(self.dir.weights_dir(state.weight_step))             # step n + 1 starts from step n
             self.team.serve_weights()
+        n_weights = sum(p.numel() for p in self.trainer.model.parameters()) if self.trainer else 0
+        self.say(check_disk(cfg, plan_disk(cfg, n_weights, *self.sizes, len(self.test))))
         if cfg.method != "weight":
             self.say(describe(plan_search(cfg, *self.sizes, len(self.test)), cfg))
         if self.dir.resumed:
@@ -467,7 +482,15 @@ class Run:
         self.team.close()
         self.dir.close()
         if self.state.evals and not self.state.complete:                        # stopped: the page says so
-            self._show()
+            self._show(least_s=0)
+
+    def show_again(self) -> None:
+        """Of a complete run: writes again what it was killed before, or what is damaged."""
+        page, harness = self.dir.path / "report.html", self.dir.path / "final_harness.py"
+        if not harness.exists() or read_text(harness) != self.harness.source:
+            write_atomically(harness, self.harness.source)
+        if not page.exists() or report_mark(self.dir.path) not in read_text(page):
+            write_report(self.dir.path)
 
     def _save_all(self) -> None:
         write_atomically(self.dir.path / "final_harness.py", self.harness.source)
@@ -480,9 +503,9 @@ class Run:
                                version=self.version, accept=cfg.accept, proposer=cfg.proposer, stopped_by=self.capped,
                                usd=caps.money())
         self.dir.save()
-        self._show()
+        self._show(least_s=0 if self.state.complete or len(self.state.evals) == 1 else PAGE_S)
 
-    def _show(self, least_s: float = 0.0) -> None:
+    def _show(self, least_s: float) -> None:
         """Writes report.html, if the last time is so long ago."""
         if time.monotonic() - self.shown_at < least_s:
             return

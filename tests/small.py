@@ -10,6 +10,7 @@ from pathlib import Path
 
 import cli
 from config import ROOT
+from rundir import read_sealed, write_sealed
 
 DATA = ROOT / "embedded" / "math"
 SMALL = ["--cycles", "1", "--epochs", "0.05", "--prompt-batch", "16", "--iterations", "2", "--n-eval", "1",
@@ -40,6 +41,11 @@ def call_json(*args) -> dict:
     with redirect_stdout(output):
         code = cli.main([*map(str, args), "--json"])
     return json.loads(output.getvalue()) | {"exit": code}
+
+
+def edit(path: Path, **changes) -> None:
+    """A record that a run would take for its own."""
+    write_sealed(path, read_sealed(path) | changes)
 
 
 def rows(folder: Path) -> list[dict]:

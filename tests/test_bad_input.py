@@ -38,7 +38,7 @@ from harness_api import is_plain, said_moves
 from lint import ForbiddenText, beyond_prompts, find_literals, lint, parse_harness, program_of
 from retriever import read_answer, read_request
 from rollout import RolloutConfig, parse_tool_calls
-from rundir import UsageError
+from rundir import UsageError, sha256, write_sealed
 from sandbox import Limits, Sandbox
 from screen import UNSAFE, Screen
 from search_index import Bm25Index, RetrieverError
@@ -485,21 +485,24 @@ def test_a_run_with_another_value_is_reported_or_refused(worn, place, without_we
     line = which % len(lines)
     record = json.loads(lines[line])
     places = leaves(record)
-    lines[line] = json.dumps(put(record, places[which % len(places)], value))
+    record = put(record, places[which % len(places)], value)
+    if isinstance(record, dict) and record.pop("sha256", None):
+        record["sha256"] = sha256(json.dumps(record))               # else all that is found is that it does not fit
+    lines[line] = json.dumps(record)
     changed = "\n".join(lines) + "\n"
-    if name == "metrics.jsonl":                                     # as long as it was, or it is told by its length
-        state = json.loads((worn / "state.json").read_text())
-        kept = (worn / "state.json").read_text()
-        (worn / "state.json").write_text(json.dumps(state | {"metrics_bytes": len(changed.encode())}))
+    kept = (worn / "state.json").read_text()
     path.write_text(changed)
+    if name == "metrics.jsonl":
+        state = json.loads(kept) | {"metrics_bytes": len(changed.encode()), "metrics_sha256": sha256(changed)}
+        state.pop("sha256")
+        write_sealed(worn / "state.json", state)
     try:
         check_reader(reader, worn, place / "out")
         if (worn / "report.html").exists():
             Page((worn / "report.html").read_text())
     finally:
+        (worn / "state.json").write_text(kept)
         path.write_text(content)
-        if name == "metrics.jsonl":
-            (worn / "state.json").write_text(kept)
         report.rewards_of.cache_clear()
 
 

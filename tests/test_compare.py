@@ -14,7 +14,7 @@ import pytest
 import arms
 import compare
 from rundir import UsageError
-from small import SMALL, call, start
+from small import SMALL, call, edit, start
 from stats import bootstrap_ci, paired_ci
 
 FLAGS = ["compare", "math", *SMALL, "--methods", "whale,weight", "--seeds", "2"]
@@ -102,20 +102,20 @@ def test_a_finished_comparison_starts_nothing(done, monkeypatch):
     assert code == 0 and content(done) == before, output
 
 
-@pytest.mark.parametrize("moment", ["first arms", "last arms"])
-def test_killed_and_resumed_gives_the_same_table(done, tmp_path, moment):
-    """SIGKILL of the comparison alone: its arms end with it, and the same command goes on with each of them."""
+def test_killed_and_resumed_gives_the_same_table(done, tmp_path):
+    """SIGKILL of the comparison alone, in its first arms and, when it was started again, in its last: its arms end with
+    it, and the same command goes on with each of them."""
     folder = tmp_path / "compare-math"
-    process = start(*FLAGS, "--out", tmp_path, "--jobs", "2")
-    seed = 3 if moment == "first arms" else 4
-    deadline = time.monotonic() + 120
-    while not (folder / f"arms/whale-seed{seed}/weights/step_000001").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()                                   # ends only when the arms, which hold its output, have ended
-    assert not json.loads((folder / f"arms/whale-seed{seed}/state.json").read_text())["complete"]
+    for seed in (3, 4):
+        process = start(*FLAGS, "--out", tmp_path, "--jobs", "2")
+        deadline = time.monotonic() + 600
+        while not (folder / f"arms/whale-seed{seed}/weights/step_000001").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()                               # ends only when the arms, which hold its output, have ended
+        assert not json.loads((folder / f"arms/whale-seed{seed}/state.json").read_text())["complete"]
     code, output = call(*FLAGS, "--out", tmp_path)
     assert code == 0 and content(folder) == content(done), output
     ours, theirs = ((where / "table.md").read_text() for where in (folder, done))
@@ -126,8 +126,7 @@ def test_what_is_finished_is_shown_while_the_rest_is_missing(done, tmp_path):
     folder = Path(shutil.copytree(done, tmp_path / "compare-math"))
 
     def stop(name: str) -> None:
-        state = folder / "arms" / name / "state.json"
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
+        edit(folder / "arms" / name / "state.json", complete=False)
 
     stop("weight-seed4")
     code, output = call("report", folder)

@@ -14,7 +14,7 @@ from config import ROOT
 from engine import load_model
 from rft import TrainConfig, Trainer
 from rollout import Sequence
-from small import SMALL, call, call_json
+from small import SMALL, call, call_json, edit
 
 MODEL = ROOT / "embedded" / "model"
 LINEAR_ATTENTION = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
@@ -56,7 +56,7 @@ def test_the_best_is_another_step_with_its_own_harness(finished, tmp_path):
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     state = json.loads((folder / "state.json").read_text())
     state["evals"][1]["mean"] = 1.0
-    (folder / "state.json").write_text(json.dumps(state))
+    edit(folder / "state.json", evals=state["evals"])
     code, output = call("export", folder, "--out", tmp_path / "agent", "--which", "best")
     assert code == 0 and "1.000" in (tmp_path / "agent/README.md").read_text(), output
     assert (tmp_path / "agent/harness.py").read_text() == (ROOT / "harnesses/h0_math.py").read_text()

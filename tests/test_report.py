@@ -12,7 +12,8 @@ import pytest
 
 import report
 from plots import Figures, Series
-from small import SMALL, call
+from rundir import sha256
+from small import SMALL, call, edit
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</pre></details>{{ 7 * 7 }}\x00\ud800"
 
@@ -165,9 +166,8 @@ def damage(folder: Path, what: str) -> None:
             text = (folder / "metrics.jsonl").read_text()
             (folder / "metrics.jsonl").write_text("x" + text[1:])
         case "a metrics row of another kind":
-            state = json.loads((folder / "state.json").read_text())
-            (folder / "metrics.jsonl").write_text('{"kind": "eval"}\n')
-            (folder / "state.json").write_text(json.dumps(state | {"metrics_bytes": 17}))
+            (folder / "metrics.jsonl").write_text(row := '{"kind": "eval"}\n')
+            edit(folder / "state.json", metrics_bytes=len(row), metrics_sha256=sha256(row))
         case "no traces":
             sorted((folder / "eval").iterdir())[0].unlink()
         case "traces of another kind":
@@ -202,8 +202,7 @@ def test_rows_after_the_last_finished_step_do_not_count(finished, copied):
 
 
 def test_a_running_run_is_said_to_be_running(copied):
-    state = json.loads((copied / "state.json").read_text())
-    (copied / "state.json").write_text(json.dumps(state | {"complete": False}))
+    edit(copied / "state.json", complete=False)
     with open(copied / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, output = call("report", copied)

@@ -12,7 +12,7 @@ from transformers_engine import TransformersEngine
 from envs import MathEnv
 from tasks import Task
 from rollout import (
-    Call, Prompter, RolloutConfig, Trace, derive_seed, parse_tool_calls, run, summarise,
+    MAX_TRACE_BYTES, Call, Prompter, RolloutConfig, Trace, derive_seed, max_trace_bytes, parse_tool_calls, run, summarise,
 )
 from sandbox import Limits, Sandbox
 from config import ROOT
@@ -42,7 +42,7 @@ def tasks():
 
 class Scripted:
     """An engine whose model says what `say(prompt text, call)` returns; the stop token follows unless it is cut."""
-    version, exact = 0, True
+    version, exact, max_len = 0, True, 1 << 20
 
     def __init__(self, say):
         self.tokenizer, self.say = load_tokenizer(MODEL), say
@@ -109,6 +109,23 @@ def test_only_sampled_tokens_carry_loss(engine, sandbox, tasks):
         if trace.calls[0].finish == "stop":                        # the stop token is trained
             assert trace.calls[0].completion_ids[-1] in engine.stop_ids
     assert len({tuple(call.completion_ids) for trace in traces for call in trace.calls}) > len(traces) // 2
+
+
+@pytest.mark.parametrize("said", ["{'role': 'user', 'content': 'hi', 'name': 'x' * 300_000}", "'y' * 300_000"])
+def test_what_a_rollout_may_come_to_is_bounded(sandbox, said):
+    """A name is in no prompt, and code that is too long is run by nobody: the model's context bounds neither."""
+    request = f"python({said})" if said[0] == "'" else f"generate([{said}], stop=['z'])"
+    source = HEADER + f"def run(task):\n    yield generate(chat('', 'hi'))\n    for _ in range(40):\n        yield {request}\n"
+    bound = max_trace_bytes(100, Scripted.max_len)
+    assert bound == MAX_TRACE_BYTES > max_trace_bytes(16, 16384) > 16 * 16384 * 4
+    engine = Scripted(lambda prompt, call: "so")
+    engine.max_len = 2_000
+    for max_calls, n_whole in ((100, 5), (6, 0)):
+        cfg = RolloutConfig(max_assistant_tok=900, max_calls=max_calls, tool_limits=Limits(2, 256), harness_limits=Limits(2, 256))
+        trace = run(engine, ENV, sandbox, source, [Task("t", {"question": "?"}, "1", "test")], 1, (0,), cfg)[0]
+        limit = max_trace_bytes(max_calls, engine.max_len)
+        assert trace.end == f"limit of {limit:,} bytes of requests and results" and trace.status == "ok"
+        assert len(trace.events) == 1 + n_whole and len(json.dumps(trace.events)) <= limit
 
 
 def test_a_rewritten_context_starts_a_new_sequence(sandbox):

@@ -1,0 +1,49 @@
+"""What can be seen of a process from outside, through /proc: for the tests that look for what grows or remains."""
+
+import re
+from pathlib import Path
+
+
+def family_of(pid: int) -> list[int]:
+    """The process and all below it, whatever sessions they are in."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (words := stat_of(int(entry.name))):
+            parents[int(entry.name)] = int(words[1])
+    family, before = {pid} & parents.keys(), set()
+    while family != before:
+        before, family = family, family | {child for child, parent in parents.items() if parent in family}
+    return sorted(family)
+
+
+def stat_of(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on; [] if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def pss_of(pid: int) -> int:
+    try:
+        found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    except OSError:
+        return 0                                        # gone, or a jailed one that is not ours to look into
+    return int(found[1]) << 10 if found else 0
+
+
+def count_in(path: Path) -> int:
+    try:
+        return len(list(path.iterdir()))
+    except OSError:
+        return 0
+
+
+def size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except OSError:
+            pass                                        # pruned a moment ago
+    return total
