@@ -9,9 +9,12 @@ import os
 import re
 import shutil
 import signal
+import socket
+import threading
+import time
 import warnings
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import cache
 from html.parser import HTMLParser
@@ -29,6 +32,7 @@ import math_answer
 import report
 import rollout
 import search_answer
+import server_call
 import whale
 from compare import write_comparison
 from config import ROOT, Config, load_split, load_splits, make_env
@@ -681,6 +685,8 @@ def check_completion(done: Completion, tokenizer) -> None:
 @example(answer={"choices": [{"token_ids": [1], "finish_reason": "stop", "weight_versions": [{"version": 1}, {"version": "a"}]}]})
 @example(answer={"choices": [{"text": None, "finish_reason": "stop"}]})
 @example(answer={"choices": [{"message": {"content": None}, "finish_reason": None}]})
+@example(answer=CHAT | {"usage": {"prompt_tokens": 10**400, "completion_tokens": 3}})
+@example(answer=CHAT | {"usage": {"prompt_tokens": 7, "completion_tokens": -1}})
 def test_an_engines_answer_is_a_completion_or_a_failed_try(engine, answer):
     answer = answer if isinstance(answer, dict) else {"choices": answer}
     engine._call = lambda *args, **kwargs: answer
@@ -694,6 +700,34 @@ def test_an_engines_answer_is_a_completion_or_a_failed_try(engine, answer):
         check_completion(chat.sample("http://a", "m", "a", chat.tokenizer("Hello").input_ids, PARAMS, 1.0), chat.tokenizer)
     except ServerFailed as failure:
         assert "http://a" in str(failure) and len(str(failure)) < 2000
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+WIRE = {
+    "no HTTP": b"\xff" * 40 + b"\r\n\r\n", "HTML": HEAD + b"Content-Length: 13\r\n\r\n<html></html>", "no UTF-8": HEAD + b"Content-Length: 4\r\n\r\n\xff\xfe\xfd{",
+    "nonsense in chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n", "no gzip": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+    "cut": HEAD + b"Content-Length: 99\r\n\r\n{", "a bad length": HEAD + b"Content-Length: -5\r\n\r\n[1]", "deep": HEAD + b"\r\n" + DEEP.encode(), "a list": HEAD + b"\r\n[]",
+    "too much": HEAD + b"\r\n" + b" " * 200_000, "nothing": b"", "headers for ever": HEAD + b"A: b\r\n" * 500, "drips": HEAD + b"Content-Length: 99999\r\n\r\n"}
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_what_comes_over_the_wire_is_an_object_or_a_failed_try(monkeypatch, name):
+    monkeypatch.setattr(server_call, "MAX_ANSWER_BYTES", 100_001)
+
+    def serve() -> None:
+        with suppress(OSError):                             # the client may leave
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(WIRE[name])
+                while name == "drips":
+                    peer.sendall(b" ")
+                    time.sleep(0.05)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(server_call.ServerFailed, match="http://127.0.0.1"):
+            server_call.Client().call(f"http://127.0.0.1:{listener.getsockname()[1]}", "GET", "/v1/models", limit_s=1)
 
 
 @drawn(80, answer=answers_like({"data": [{"id": "m", "max_model_len": 512, "root": "/m"}]}), info=answers_like({"vllm_config": {"model_config": {"dtype": "torch.float32"}}}))
