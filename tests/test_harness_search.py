@@ -30,7 +30,7 @@ from nano_worlds import MathWorld, demonstrate
 from candidates import Candidate, Outcome, ProposalRequest, Score
 from harness_search import Search, SearchError
 from rollout import RolloutConfig, run
-from rundir import sha256
+from rundir import read_sealed, sha256
 from sandbox import Sandbox
 from stats import bootstrap_ci
 
@@ -205,11 +205,11 @@ def finished(tmp_path_factory, engine, sandbox):
 
 
 def read_all(folder: Path) -> dict[str, object]:
-    """Every file of an archive; without the times."""
+    """Every file of an archive; without the times, and what seals them."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.name in ("score.json", "refused.json", "gates.json"):
-            record = json.loads(path.read_text())
+            record = read_sealed(path)
             files[str(path.relative_to(folder))] = {k: v for k, v in record.items() if "seconds" not in k}
         elif path.is_file():
             files[str(path.relative_to(folder))] = path.read_bytes()
