@@ -371,6 +371,11 @@ def main(argv: list[str] | None = None) -> int:
             stop.end_children()
         stop.tell(number)
         return 128 + number
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        print(f"run.sh: out of memory: {error}. What was finished is safe: with more of it, or with a smaller "
+              "--gpu-memory-frac or --gradient-checkpointing true, the same command goes on. A run of its own has "
+              "smaller --n-rows, --micro-tok and --head-chunk-tok", file=sys.stderr)
+        return EXIT_REFUSED
     except OSError as error:
         print(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was finished is "
               "safe: when this is mended, the same command goes on", file=sys.stderr)

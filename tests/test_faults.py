@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import report
 from config import ROOT
+from engine import EngineDied
 from rft import read_checkpoint_record
 from rundir import RunDir, read_sealed
 from small import SMALL, call, edit, rows, start
@@ -450,3 +452,42 @@ def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
         monkeypatch.setattr(time, "monotonic", leaping)
         assert go_on(tmp_path / "leaps")[0] == 0
         assert end_of(tmp_path / "leaps") == end_of(finished) and n[0] > 500
+
+
+# ---- parts that die --------------------------------------------------------------------------------------------------
+
+
+def test_a_helper_that_is_killed_in_a_run_changes_nothing(finished, tmp_path, monkeypatch):
+    """The sandbox's helper, in the middle of a weight step: its rollouts are made again, to the same end."""
+    from rollout import Batch
+
+    take, n = Batch._take_completion, [0]
+
+    def taking(self, completion):
+        n[0] += 1
+        if n[0] == 100:
+            self.sandbox._process.kill()
+        return take(self, completion)
+
+    monkeypatch.setattr(Batch, "_take_completion", taking)
+    code, output = go_on(tmp_path / "run")
+    assert code == 0 and n[0] > 100, output
+    assert end_of(tmp_path / "run") == end_of(finished)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), EngineDied("the engine is gone. The same command goes on")], ids=type)
+def test_an_engine_that_fails_in_a_run_is_a_sentence(finished, tmp_path, monkeypatch, error):
+    from transformers_engine import TransformersEngine
+
+    step = TransformersEngine.step
+
+    def failing(self):
+        if self.version == 1:
+            raise error
+        return step(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TransformersEngine, "step", failing)
+        code, output = go_on(tmp_path / "run")
+    assert code == 1 and "Traceback" not in output and "the same command goes on" in output.lower(), output
+    assert read_sealed(tmp_path / "run/state.json")["weight_step"] == 1
