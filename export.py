@@ -64,9 +64,10 @@ def harness_of(run: Path, config: dict, sha: str) -> str:
     raise UsageError(f"{run}: the harness of that evaluation is not among the run's files")
 
 
-def export_model(checkpoint: Path | None, base: Model, out: Path, dtype: torch.dtype) -> float:
+def export_model(checkpoint: Path | None, base: str | Model, out: Path, dtype: torch.dtype) -> float:
     """Writes the checkpoint's weights (None: the base model's own) as a model of the base's class -> the share of
     weights that differ from the base's after rounding."""
+    base = base if isinstance(base, Model) else Model(base)
     last = replace(base, name=str(checkpoint)) if checkpoint else base
     trained, before = load_model(last, dtype), load_model(base, dtype)
     old = untied_weights(before)

@@ -50,6 +50,8 @@ MAX_CODE_BYTES = 1 << 16            # of a snippet; fits into a socket's buffer,
 MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
 MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON; the model's context is a tighter bound
 MAX_TOOL_REQUEST_BYTES = 1 << 17    # of one that is not for the model: the host keeps them all
+TICK_S = 0.5                        # the longest wait of the helper while a snippet runs;
+OVERSLEPT_S = 1.0                   # one that took so much longer was no wait: the machine slept, or we were stopped
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
@@ -550,9 +552,12 @@ class Helper:
     def serve(self) -> None:
         """Until the host closes its end, or dies."""
         while True:
-            due = min((child.deadline for child in self.snippets), default=math.inf)
+            due, began = min((child.deadline for child in self.snippets), default=math.inf), time.monotonic()
             ready = readable([self.control, *(child.channel for child in self.snippets)],
-                             None if due == math.inf else max(0, due - time.monotonic()))
+                             None if due == math.inf else min(max(0, due - began), TICK_S))
+            if (slept := time.monotonic() - began) > TICK_S + OVERSLEPT_S:
+                for child in self.snippets:         # we all were stopped (SIGSTOP, a paused machine): not its time
+                    child.deadline += slept
             if self.control in ready:
                 if not self.control.read(max_fds=8):
                     break

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, Channel, Limits, cause_of_death, check_size,
-    cut_frames, readable, split_message, to_json)
+    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits, cause_of_death,
+    check_size, cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -125,7 +125,7 @@ class Sandbox:
         while job not in self._answers:
             if self._control is None:
                 return None
-            if readable([self._control], SILENCE_S):
+            if readable_awake([self._control], SILENCE_S):
                 self._read()
                 is_pinged, give_up = False, time.monotonic() + SILENCE_S
             elif time.monotonic() >= give_up:
@@ -198,7 +198,7 @@ class Sandbox:
         self._tell({"op": "worker", "job": job, "memory_mb": memory_mb}, b"", theirs)
         channel = Channel(ours)
         while self._control is not None and not channel.inbox.endswith(b"\n"):
-            if not readable([channel], 2 * SILENCE_S):
+            if not readable_awake([channel], 2 * SILENCE_S):
                 self._lose_helper()
             elif not channel.read():
                 break
@@ -255,7 +255,8 @@ class Worker:
     channel: Channel
     pending: deque[Program] = field(default_factory=deque)      # whose answers are due, in the order of their frames
     n_answers: int = 0
-    watch: tuple[int, float, float] | None = None       # n_answers, time and CPU seconds when it was first found late
+    watch: tuple[int, float] | None = None              # n_answers and CPU seconds when it was first found late,
+    n_looks: int = 0                                    # and how often it was since, half its CPU limit apart
 
 
 class Programs:
@@ -363,13 +364,13 @@ class Programs:
 
     def _check_time(self, worker: Worker) -> None:
         """The worker owes an answer for a while: end it if its exchange has had its time."""
-        answer, now = self.sandbox.ask_worker("cpu", worker.job), time.monotonic()
+        answer = self.sandbox.ask_worker("cpu", worker.job)
         if answer is None:
-            self._bury(worker, "")
-        elif worker.watch is None or worker.watch[0] != worker.n_answers:
-            worker.watch = (worker.n_answers, now, answer["cpu_s"])
-        elif (answer["cpu_s"] - worker.watch[2] >= self.limits.seconds
-              or now - worker.watch[1] >= WALL_FACTOR * self.limits.seconds):
+            return self._bury(worker, "")
+        if worker.watch is None or worker.watch[0] != worker.n_answers:
+            worker.watch, worker.n_looks = (worker.n_answers, answer["cpu_s"]), 0
+        worker.n_looks += 1                     # counted, not timed: an hour in which all were stopped is one look
+        if answer["cpu_s"] - worker.watch[1] >= self.limits.seconds or worker.n_looks > 2 * WALL_FACTOR:
             self._bury(worker, f"time limit of {self.limits.seconds:g} s for one exchange reached")
 
     def _end(self, worker: Worker) -> dict | None:
@@ -402,6 +403,15 @@ class Programs:
 
     def _given_up(self) -> Event:
         return Event("killed", None, f"this harness ended its worker {MAX_DEATHS} times; none of its programs runs on")
+
+
+def readable_awake(channels: list[Channel], seconds: float) -> list[Channel]:
+    """jail.readable, where a wait that took much longer than it should is none: we were stopped, and so were they."""
+    while True:
+        began = time.monotonic()
+        ready = readable(channels, seconds)
+        if ready or time.monotonic() - began < seconds + OVERSLEPT_S:
+            return ready
 
 
 def parse_answer(payload: bytes) -> tuple[int, Event]:

@@ -291,7 +291,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     end, code, n_bytes = "", None, 0
     files = {out: os.open(job["transcript"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
              err: os.open(job["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)}
-    blotters = {descriptor: Blotter(job["blots"]) for descriptor in files}
+    blotters = {descriptor: Blotter(job.get("blots", [])) for descriptor in files}
     poller = select.poll()
     for descriptor in (status, out, err):
         os.set_blocking(descriptor, False)

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import report
 from config import ROOT
 from rft import read_checkpoint_record
 from rundir import RunDir, read_sealed
-from small import SMALL, call, rows
+from small import SMALL, call, edit, rows, start
 from warden import descendants
 
 
@@ -305,7 +306,7 @@ def disk(tmp_path):
 
 
 def test_a_full_disk_where_it_matters(finished, disk, monkeypatch):
-    names = {"metrics.jsonl", "step_#.tmp", "trainer.json", "state.json.#.tmp", "score.json.#.tmp"}
+    names = {"step_#.tmp", "state.json.#.tmp", "score.json.#.tmp"}
     disk.wanted = names.__contains__
     fill_at_each_kind(finished, disk, monkeypatch)
     assert {Path(kind).name for kind, _ in disk.hit} == names
@@ -365,3 +366,87 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_loaded(requ
             out = out / "deeper"
     code, output = call("math", *SMALL, "--out", out, "--name", "run")
     assert code == 2 and str(out) in output and "--out" in output and "Traceback" not in output, output
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+
+SLEEPY = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from sandbox import Limits, Programs, Sandbox
+with Sandbox() as box:
+    programs = Programs(box, '''
+import time
+from harness_api import *
+def run(task):
+    time.sleep(2)
+    yield generate(chat("", "hello"))
+''', Limits(1, 128))
+    programs.start(0, {{}}, 0)
+    programs.flush()
+    box.python_start(1, "import time\\ntime.sleep(2)\\nprint('done')", Limits(3, 128))
+    box.flush()
+    print("HELD", flush=True)
+    print(programs.wait(0).kind, box.python_wait(1))
+    programs.start(2, {{}}, 0)
+    print(programs.wait(2).kind)
+"""
+
+
+def pause(process: subprocess.Popen, seconds: float) -> None:
+    """As a paused virtual machine is: all of them, for a while that the clock counts."""
+    below = descendants(process.pid)
+    assert below
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in (process.pid, *below):
+            os.kill(pid, number)
+        time.sleep(seconds if number == signal.SIGSTOP else 0)
+
+
+def test_a_pause_is_not_the_time_of_a_snippet_or_a_program():
+    """Longer than every limit of theirs on the clock, and than the silence after which a helper is given up."""
+    process = subprocess.Popen([sys.executable, "-c", SLEEPY], stdout=subprocess.PIPE, text=True)
+    read_until(process, "HELD")
+    time.sleep(0.5)
+    pause(process, 12)
+    output, _ = process.communicate()
+    assert output == "request ToolResult(status='ok', output='done\\n')\nrequest\n" and process.returncode == 0, output
+
+
+def test_a_laptop_asleep_in_a_weight_step(finished, tmp_path):
+    process = start("math", *SMALL, "--tool-s", 1, "--harness-s", 1, "--out", tmp_path, "--name", "run")
+    while not (tmp_path / "run/weights/step_000000/state.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    pause(process, 6)
+    output = process.stdout.read()
+    assert process.wait() == 0, output
+    assert end_of(tmp_path / "run") == end_of(finished)
+
+
+@pytest.mark.parametrize("ahead", [3600, -7 * 86400])
+def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
+    """The wall clock set forward, or back a week, while files of before lie there; and one that moves on in leaps."""
+    real, n = time.monotonic, [0]
+
+    def leaping() -> float:
+        n[0] += 1
+        return real() + 3600 * (n[0] // 50)
+
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - ahead, time.time() - ahead))
+    os.utime(folder / "report.html", (0, 0))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "log.txt")}
+    assert go_on(folder)[0] == 0
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "a complete run does nothing"
+    edit(folder / "state.json", complete=False)                     # the page is of another state now
+    report.write_report(folder)
+    edit(folder / "state.json", complete=True)
+    os.utime(folder / "state.json", (0, 0))
+    assert go_on(folder)[0] == 0 and report.report_mark(folder) in (folder / "report.html").read_text()
+    if ahead > 0:
+        monkeypatch.setattr(time, "monotonic", leaping)
+        assert go_on(tmp_path / "leaps")[0] == 0
+        assert end_of(tmp_path / "leaps") == end_of(finished) and n[0] > 500

@@ -33,7 +33,7 @@ from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
 from engine import ModelError, find_commit, find_tokenizer, load_generation_config, load_model, load_tokenizer
 from rft import CheckpointError, Trainer
 from rollout import Prompter
-from rundir import UsageError
+from rundir import UsageError, read_sealed, write_sealed
 from search_answer import Judge
 from search_index import Bm25Index, Encoder, RetrieverError
 from server_engine import ServerEngine
@@ -688,8 +688,7 @@ def test_a_hub_model_is_the_commit_that_a_run_began_with(hub, tmp_path):
     config = json.loads((tmp_path / "run/config.json").read_text())["config"]
     assert (config["model"], config["revision"]) == ("owner/name", OLD)
     hub.write_text(NEW)
-    state = json.loads((tmp_path / "run/state.json").read_text())
-    (tmp_path / "run/state.json").write_text(json.dumps(state | {"complete": False}))
+    write_sealed(tmp_path / "run/state.json", read_sealed(tmp_path / "run/state.json") | {"complete": False})
     code, output = call(*run)
     assert code == 0 and "resumed" in output and f"owner/name at commit {OLD}" in output, output
     code, output = call(*run, "--revision", "v2")
