@@ -51,11 +51,12 @@ def as_usage_error(folder: Path) -> Iterator[None]:
     """Files that parse but hold something else than a run writes."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, jinja2.UndefinedError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, OSError,
+            jinja2.TemplateError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{folder} holds records that no run writes ({type(error).__name__}: {error}): the directory "
-                         "is not whole") from error
+        raise UsageError(f"{folder} holds records that no run writes ({type(error).__name__}: {str(error)[:300]}): the "
+                         "directory is not whole") from error
 
 
 def report_mark(folder: Path) -> str:

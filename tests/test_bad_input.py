@@ -1,7 +1,6 @@
 """Whatever stands in a file, a flag, a server's answer or a model's reply: a verdict, or a refusal that names the file, the line or the
 flag. Never a traceback, never a hang, never a silently wrong result. hypothesis draws the examples, the same ones in every run."""
 
-import ast
 import copy
 import gzip
 import json
@@ -19,7 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 import chess_game
@@ -30,11 +29,11 @@ import report
 import rollout
 import search_answer
 import whale
-from compare import collect, write_comparison
-from config import BOUNDS, ROOT, Config, load_split, load_splits
+from compare import write_comparison
+from config import ROOT, Config, load_split, load_splits
 from costs import describe, plan_search
-from engine import Completion, EngineDied, ModelError, SamplingParams, load_model, load_tokenizer
-from envs import ENVS, ChessEnv, MathEnv, SearchEnv, verify_cases
+from engine import Completion, ModelError, SamplingParams, load_model, load_tokenizer
+from envs import ENVS, verify_cases
 from harness_api import is_plain, said_moves
 from lint import ForbiddenText, beyond_prompts, find_literals, lint, parse_harness, program_of
 from retriever import read_answer, read_request
@@ -43,7 +42,7 @@ from rundir import UsageError
 from sandbox import Limits, Sandbox
 from screen import UNSAFE, Screen
 from search_index import Bm25Index, RetrieverError
-from server_call import ServerFailed, ServerRefused
+from server_call import ServerFailed
 from server_chat import Chat
 from server_engine import Server, ServerEngine
 from small import call
@@ -57,7 +56,8 @@ HANGS_S = int(os.environ.get("HANGS_S", 300))
 def drawn(n: int, **strategies):
     """A property over n examples."""
     def decorate(test):
-        fixed = settings(max_examples=n, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        fixed = settings(max_examples=n * int(os.environ.get("TIMES", 1)), derandomize=True, deadline=None, database=None,
+                         phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck))
         return fixed(given(**strategies)(test))
     return decorate
 
@@ -340,7 +340,7 @@ def test_a_changed_h0_is_a_harness_or_refused(domain, at, how, piece):
 @pytest.mark.parametrize("place", ("comment", "string", "name"))
 def test_what_reads_as_something_else_is_refused_with_its_line(code, place):
     text = {"comment": f"# no {chr(code)} harm", "string": f"A = 'a{chr(code)}b'", "name": f"a{chr(code)}b = 1"}[place]
-    assert check_source(f"{H0['math']}\n\n{text}\n").startswith(f"line {len(H0['math'].splitlines()) + 2}: the character U+{code:04X} ")
+    assert check_source(f"{H0['math']}\n\n{text}\n").startswith(f"line {len(H0['math'].splitlines()) + 3}: the character U+{code:04X} ")
     assert check_source(H0["math"].replace("\n", "\r\n") + "\r\n") == ""                      # Windows' line ends are not hidden
 
 
@@ -350,6 +350,7 @@ def test_check_harness_refuses_every_file_that_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "closing", lambda thing: nullcontext())
     splits = load_splits(Config("math"))
     monkeypatch.setattr(cli, "load_splits", lambda cfg: splits)
+    monkeypatch.setattr(whale, "load_splits", lambda cfg: splits)
     contents = {
         "empty": b"", "other encoding": "# é".encode("utf-16"), "latin-1": b"# \xe9", "too long": b"#" * 20_001, "words": b"This is no Python.",
         "newer": b"type X = int\ndef run[T](task): yield", "nested": b"(" * 10_000, "sums": b"x = " + b"1+" * 9000 + b"1", "BOM": b"\xef\xbb\xbf" + H0["math"].encode(),
@@ -407,21 +408,22 @@ class Page(HTMLParser):
             assert self.open and self.open.pop() == tag, tag
 
 
-def check_readers(worn: Path, damaged: Path, out: Path) -> None:
-    for name, read in readers(worn, out).items():
-        try:
-            read()
-        except (UsageError, ModelError) as error:
-            assert str(worn) in str(error) or str(worn.parent.parent) in str(error), (name, error)
-            assert len(str(error)) < 3000, name
-        shutil.rmtree(out, ignore_errors=True)
+def check_reader(reader: str, worn: Path, out: Path) -> None:
+    try:
+        readers(worn, out)[reader]()
+    except (UsageError, ModelError) as error:
+        assert str(worn.parent.parent) in str(error) and len(str(error)) < 3000, error
+    shutil.rmtree(out, ignore_errors=True)
 
 
 DAMAGES = ("removed", "empty", "half", "flipped", "null", "list", "object", "number", "deep", "folder", "loop", "pipe")
 
 
-@drawn(90, number=st.integers(0, 10_000), damage=st.sampled_from(DAMAGES))
-def test_a_damaged_run_is_reported_or_refused_by_name(worn, place, monkeypatch_module, number, damage):
+READERS = st.sampled_from(("report", "report", "report", "compare", "export"))
+
+
+@drawn(60, reader=READERS, number=st.integers(0, 10_000), damage=st.sampled_from(DAMAGES))
+def test_a_damaged_run_is_reported_or_refused_by_name(worn, place, monkeypatch_module, reader, number, damage):
     files = sorted(path for path in worn.rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".txt", ".py", ".md"))
     path = files[number % len(files)]
     content = path.read_bytes()
@@ -440,7 +442,7 @@ def test_a_damaged_run_is_reported_or_refused_by_name(worn, place, monkeypatch_m
             path.write_bytes({"empty": b"", "half": content[:len(content) // 2], "null": b"null\n", "list": b"[]\n", "object": b"{}\n", "number": b"5\n",
                               "deep": DEEP.encode(), "flipped": flipped + content[len(flipped):]}[damage])
     try:
-        check_readers(worn, path, place / "out")
+        check_reader(reader, worn, place / "out")
     finally:
         path.rmdir() if damage == "folder" else path.unlink(missing_ok=True)
         path.write_bytes(content)
@@ -476,8 +478,8 @@ NAMES = ("config.json", "state.json", "summary.json", "metrics.jsonl", "*/*/hist
          "rollouts/*.jsonl")
 
 
-@drawn(120, name=st.sampled_from(NAMES), which=st.integers(0, 10**6), value=JUNK | st.sampled_from((-1, 10**400, float("inf"), "/etc/passwd", "<script>")))
-def test_a_run_with_another_value_is_reported_or_refused(worn, place, monkeypatch_module, name, which, value):
+@drawn(80, reader=READERS, name=st.sampled_from(NAMES), which=st.integers(0, 10**6), value=JUNK | st.sampled_from((-1, 10**400, float("inf"), "/etc/passwd", "<script>")))
+def test_a_run_with_another_value_is_reported_or_refused(worn, place, monkeypatch_module, reader, name, which, value):
     paths = sorted(worn.glob(name))
     path = paths[which % len(paths)]
     content = path.read_text()
@@ -493,7 +495,7 @@ def test_a_run_with_another_value_is_reported_or_refused(worn, place, monkeypatc
         (worn / "state.json").write_text(json.dumps(state | {"metrics_bytes": len(changed.encode())}))
     path.write_text(changed)
     try:
-        check_readers(worn, path, place / "out")
+        check_reader(reader, worn, place / "out")
         if (worn / "report.html").exists():
             Page((worn / "report.html").read_text())
     finally:
@@ -551,7 +553,7 @@ class Accepted(Exception):
 @pytest.fixture(scope="module")
 def begin(tmp_path_factory):
     """Runs a command up to the loading of a model -> its settings, or what it said when it refused."""
-    out, number, seen = tmp_path_factory.mktemp("flags"), [0], {}
+    out, number = tmp_path_factory.mktemp("flags"), [0]
     splits = {domain: load_splits(Config(domain)) for domain in ENVS}
 
     def lead(cfg, env, ranks):
@@ -693,13 +695,13 @@ def test_an_engines_answer_is_a_completion_or_a_failed_try(engine, answer):
 
 @drawn(80, answer=answers_like({"data": [{"id": "m", "max_model_len": 512, "root": "/m"}]}), info=answers_like({"vllm_config": {"model_config": {"dtype": "torch.float32"}}}))
 def test_what_a_server_says_of_itself_is_checked(engine, answer, info):
-    def call(url, method, path, body=None, limit_s=None):
+    def ask(url, method, path, body=None, limit_s=None):
         found = answer if path == "/v1/models" else info if path.startswith("/server_info") else {}
         if not isinstance(found, dict):
             raise ServerFailed("no JSON object")
         return found
 
-    engine._call = call
+    engine._call = ask
     try:
         server = engine._meet("http://a")
         assert min(server.max_len, 5) >= 1 and server.dtype in ("", *(str(d).removeprefix("torch.") for d in vars(__import__("torch")).values()
@@ -770,3 +772,212 @@ def monkeypatch_judge():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.Session, "post", lambda self, *args, **kwargs: Response())
         yield judge, box
+
+
+# ---- 6. verifiers -----------------------------------------------------------------------------------------------------
+
+
+TASKS = {name: Task("t", {"question": "What is 6 times 7?"}, answer, "test") for name, answer in (("math", "42"), ("search", ("42", "the Zana")))}
+TASKS["chess"] = Task("t", {"fen": "5k2/RN6/5K2/8/8/8/8/8 w - - 0 1", "trigger": ""}, "a7a8", "test")
+SOUP = ("\\frac", "\\boxed", "\\boxed{", "{", "}", "^", "_", "\\left", "\\right", "$", "\\sqrt", "\\pm", "\\text{", "\\begin{pmatrix}", "\\end{pmatrix}", "&", "\\\\", "(", ")",
+        "[", "]", ",", "=", "<", "|", "4", "2", "42", "1/2", "0.5", "1e999", "9" * 80, " ", "\n", "x", "\\pi", "%", "°", "and", "<answer>", "</answer>", "<ANSWER>", "<think>",
+        "</think>", "<tool_call>", "</tool_call>", "Zana", "the", "-", "+", "#", "½", "²", "İ", "ﷺ", "\ud800", "\0", "\u202e", "<move>", "</move>", "<Move>", "a7a8", "e2e4", "Ra8", "Ra8#",
+        "O-O", "0-0-0", "a7-a8", "@", "=Q", "K", "e", "8", "/")
+REPLIES = st.text(max_size=60) | st.lists(st.sampled_from(SOUP), max_size=40).map("".join)
+
+
+@drawn(600, domain=DOMAINS, reply=REPLIES)
+def test_any_reply_gets_a_verdict(domain, reply):
+    """The same for the same text, writable, and never right without the answer's form and the answer."""
+    env, task = env_of(domain), TASKS[domain]
+    verdict = env.verify(task, reply)
+    assert verdict == env.verify(task, reply) and verdict.reward in (0.0, 1.0)
+    json.dumps(asdict(verdict), ensure_ascii=False).encode()
+    assert "\n" not in verdict.why and len(verdict.why) < 200 and len(verdict.extracted or "") <= 500
+    if verdict.reward:
+        assert {"math": "\\boxed", "search": "</answer>", "chess": "8"}[domain] in reply and verdict.extracted
+    assert not env.verify(task, reply.replace("\\boxed", "").replace("answer", "").replace("8", "7")).reward
+
+
+@drawn(300, reference=st.lists(st.sampled_from(SOUP), max_size=12).map("".join) | st.text(max_size=20))
+def test_a_text_is_the_same_as_itself(reference):
+    """Whatever it is, for each way in which answers are compared; and equality has no direction to fail in."""
+    assert math_answer.same_answer(reference, reference) in (True, False)
+    assert search_answer.same_answer([reference], reference) == bool(search_answer.plain(reference)[:1] and len(reference) <= 500)
+    golds = search_answer.read_golds(reference)
+    assert all(isinstance(gold, str) and gold for gold in golds)
+    assert isinstance(chess_game.check_line(reference, None, [reference]), str)
+    for said in said_moves(reference):
+        assert chess_game.read_move(chess_game.chess.Board(), said).kind in ("move", "illegal", "malformed")
+
+
+@pytest.mark.parametrize("domain", ENVS)
+@pytest.mark.parametrize("unit", SOUP[:2] + SOUP[3:5] + ("\\boxed{", "<tool_call>", "<answer>", "</answer>", "<think>", "<move>", "a7a8 ", "1,", "½", "-", "a-", "<answer>4", "(", "\\frac1",
+                                                        "<tool_call><function=a><parameter=a>", "<tool_call>{", "\\left("))
+def test_a_reply_of_megabytes_takes_no_more_than_its_length(domain, unit):
+    """What takes the square of it would not be done within the hours that this is given: 400,000 times 400,000."""
+    reply = unit * (800_000 // len(unit))
+    env, task = env_of(domain), TASKS[domain]
+    for text in (reply, f"\\boxed{{{reply}}}", f"<answer>{reply}</answer>", f"<move>{reply}</move>"):
+        assert env.verify(task, text).reward == 0.0
+    assert len(parse_tool_calls(reply)) <= rollout.MAX_TOOL_CALLS
+
+
+CALL = "<tool_call>\n" + json.dumps({"name": "python", "arguments": {"code": "print(6 * 7)"}}) + "\n</tool_call>"
+XML_CALL = "<tool_call>\n<function=python>\n<parameter=code>\nprint(6 * 7)\n</parameter>\n</function>\n</tool_call>"
+
+
+def parse_slowly(content: str) -> list[dict]:
+    """As `parse_tool_calls`, by the patterns that say what it reads."""
+    calls = []
+    for block in re.findall(r"<tool_call>(.*?)</tool_call>", content.rpartition("</think>")[2], re.DOTALL)[:rollout.MAX_TOOL_CALLS]:
+        if function := re.fullmatch(r"\s*<function=([\w.-]+)>(.*)</function>\s*", block, re.DOTALL):
+            if "<parameter=" not in function[2].rpartition("</parameter>")[2]:
+                calls.append({"name": function[1], "arguments": dict(re.findall(
+                    r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", function[2], re.DOTALL))})
+            continue
+        try:
+            found = json.loads(block)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("arguments"), dict) and is_plain(found["arguments"]):
+            calls.append({"name": found["name"], "arguments": found["arguments"]})
+    return calls
+
+
+CALL_SOUP = ("<tool_call>", "</tool_call>", "<function=a>", "<function=b c>", "</function>", "<parameter=x>", "<parameter=y>", "</parameter>", "\n", " ", "<think>", "</think>", "a", "{", "}",
+             '{"name": "a", "arguments": {}}', '{"name": "a", "arguments": {"b": "</tool_call>"}}', '{"name": 1, "arguments": {}}', CALL, XML_CALL)
+
+
+@drawn(400, content=st.lists(st.sampled_from(CALL_SOUP), max_size=25).map("".join))
+def test_tool_calls_are_what_the_patterns_say(content):
+    assert parse_tool_calls(content) == parse_slowly(content)
+
+
+@drawn(100, name=JUNK, arguments=JUNK | st.just(json.loads("[" * 100 + "]" * 100)), extra=JUNK)
+def test_a_call_of_other_json_types_is_plain_or_none(name, arguments, extra):
+    block = json.dumps({"name": name, "arguments": arguments, "extra": extra})
+    for found in parse_tool_calls(f"<tool_call>{block}</tool_call>"):
+        assert isinstance(found["name"], str) and isinstance(found["arguments"], dict)
+        json.dumps(found, allow_nan=False)
+
+
+# ---- 7. model replies, through whole rollouts ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with Sandbox() as sandbox:
+        yield sandbox
+
+
+class Saying:
+    """An engine whose model says, to each task, what stands in `says` under the task's number."""
+    version, exact = 0, True
+
+    def __init__(self, says: list[str]):
+        self.tokenizer, self.says, self.queue = load_tokenizer(MODEL), says, deque()
+
+    def reset(self):
+        self.queue.clear()
+
+    def release(self, id):
+        pass
+
+    @property
+    def idle(self):
+        return not self.queue
+
+    def submit(self, id, prompt_ids, params, after=None):
+        assert prompt_ids and params.max_tokens > 0
+        self.queue.append((id, params))
+
+    def step(self):
+        id, params = self.queue.popleft()
+        said = [*self.tokenizer(self.says[id[0]], add_special_tokens=False).input_ids, 2]
+        return [Completion(id, said[:params.max_tokens], "stop" if len(said) <= params.max_tokens else "length")]
+
+
+CFG = RolloutConfig(max_assistant_tok=3_000_000, max_calls=3, n_live=64, tool_limits=Limits(2, 128), harness_limits=Limits(5, 256))
+
+
+def nested(n: int) -> str:
+    return '<tool_call>{"name": "python", "arguments": {"code": ' + "[" * n + "]" * n + "}}</tool_call>"
+
+
+def tool(name: object, arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+SAID = {
+    "nothing": "", "a token": "a", "NUL": "\0" * 30, "escape codes": "\x1b[2J\x1b]0;x\x07\x9b2J \\boxed{41}", "right to left": "\u202e\u2066 <answer>a</answer> \u200f",
+    "special tokens": "<|im_start|>system\n<|im_end|><|endoftext|>\\boxed{42}", "a surrogate in code": tool("python", {"code": "print('\ud800')"}),
+    "a surrogate as name": tool("\ud800", {"code": "1"}), "NUL in code": tool("python", {"code": "\0"}), "a list as code": tool("python", {"code": [1, {"a": None}]}),
+    "null as code": tool("python", {"code": None}), "no code": tool("python", {}), "null as arguments": tool("python", None), "a list as arguments": tool("python", []),
+    "a text as arguments": tool("python", '{"code": "1"}'), "a number as name": tool(5, {}), "1e999": '<tool_call>{"name": "python", "arguments": {"code": 1e999}}</tool_call>',
+    "NaN": '<tool_call>{"name": "python", "arguments": {"code": NaN}}</tool_call>', "deep": nested(15), "deeper": nested(900), "deepest": nested(50_000),
+    "a huge number": '<tool_call>{"name": "python", "arguments": {"code": ' + "9" * 4000 + "}}</tool_call>", "an unknown tool": tool("rm -rf /", {"x": 1}),
+    "a hundred calls": CALL * 100, "nested calls": "<tool_call>" * 9 + CALL + "</tool_call>" * 9, "open calls": "<tool_call>" * 30_000, "open thinking": "<think>" * 99 + CALL,
+    "XML, not closed": XML_CALL[:60], "XML": XML_CALL, "an escape as name": tool("python\x1b[2J\n<|im_start|>", {"code": "1"}), "a long name": tool("a" * 200_000, {}),
+    "escape codes printed": tool("python", {"code": "print('\\x1b[2J\\u202e<|im_end|></script>')"}), "a search for nothing": tool("search", {"query": "\0 \ud800"}),
+    "a search for a list": tool("search", {"query": [[]]}), "a long search": tool("search", {"query": "river " * 20_000}), "moves": "<move>a7a8</move>" * 3000,
+    "a move that is none": "<move>\u202e\x1b[2J</move>", "markup": "<script>alert(1)</script>'\"><b>&amp;\\boxed{<i>}", "megabytes": "ab " * 350_000,
+    **{f"{n} characters of a call": CALL[:n] for n in range(0, len(CALL), 3)},
+}
+
+
+@pytest.mark.parametrize("domain", ENVS)
+def test_a_reply_of_any_kind_ends_in_a_scored_rollout(sandbox, domain, tmp_path):
+    """All at once: each is scored, counted as some kind of failure, and spoils no other; what is written of it can be read, and
+    drives no terminal and no browser."""
+    env, says = env_of(domain), list(SAID.values())
+    right = {"math": "\\boxed{42}", "search": "<answer>the Zana</answer>", "chess": "<move>a7a8</move>"}[domain]
+    engine = Saying([*says, right])
+    tasks = [replace(TASKS[domain], id=f"t{number}") for number in range(len(says) + 1)]
+    traces = rollout.run(engine, env, sandbox, env.h0.read_text(), tasks, 1, (0,), CFG)
+    assert len(traces) == len(tasks) and traces[-1].reward == 1.0
+    if domain != "chess":                       # where one of many moves may be right
+        assert not any(trace.reward for trace in traces[:-1] if "\\boxed{42}" not in says[int(trace.task_id[1:])] or domain != "math")
+    counted = rollout.summarise(traces)
+    assert counted["n_ok"] + counted["n_error"] + counted["n_killed"] == counted["n"] == len(tasks)
+    screen, page = Screen(), []
+    screen.log_path = tmp_path / "log.txt"
+    for name, trace in zip([*SAID, "right"], traces, strict=True):
+        assert trace.status in ("ok", "error") and trace.failure and trace.end, name
+        assert trace.failure in ("solved", "error", "token_limit", "call_limit", "malformed_call", "no_answer", "no_answer_after_tool", "no_tool_wrong_answer", "wrong_answer", "tool_error",
+                                 "no_move", "malformed_move", "illegal_move", "unsaid_move", "unfinished", "wrong_move", "not_retrieved"), name
+        said = [*engine.tokenizer(engine.says[int(trace.task_id[1:])], add_special_tokens=False).input_ids, 2]
+        assert [list(call.completion_ids) for call in trace.calls] == [said] * len(trace.calls), name
+        rows = trace.sequences()
+        assert sum(sum(row.mask) for row in rows) == trace.n_tok == sum(len(call.completion_ids) for call in trace.calls), name
+        row = json.loads(json.dumps(trace.to_json(engine.tokenizer), allow_nan=False))
+        screen.say(f"{trace.end} {trace.why} {(trace.last_reply or {}).get('content', '')[:2000]}")
+        page.append({"id": trace.task_id, "n": 1, "right": (0, 0), "views": [report.view_of(row)] * 2})
+    assert not UNSAFE.search((tmp_path / "log.txt").read_text())
+    shown = report.jinja2.Environment(autoescape=True).from_string("{% for t in g %}<p>{{ t }}</p>{% endfor %}").render(g=page)
+    assert "<script>" not in shown
+
+
+def test_a_page_shows_what_a_model_said_as_text(finished, tmp_path):
+    """A run whose models, tools and proposers said the worst that we know."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    worst = "</pre></details><script>alert(1)</script><img src=x onerror=y>\x1b[2J\u202e\u2066\0\x9b \ud800 <b>&lt;"
+    texts = ("content", "output", "why", "end", "hypothesis", "refused", "name", "failure", "question")
+
+    def spoil(value: object, key: str = "") -> object:
+        if isinstance(value, dict):
+            return {name: spoil(part, name) for name, part in value.items()}
+        if isinstance(value, list):
+            return [spoil(part, "text" if isinstance(part, str) else "") for part in value]
+        return worst + value if isinstance(value, str) and key in ("text", *texts) and key not in ("name", "refused", "failure") else value
+
+    for path in [*folder.glob("eval/*.jsonl"), *folder.glob("rollouts/*.jsonl")]:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**spoil({key: row[key] for key in row if key in ("events", "texts", "why", "end")}), **{
+            key: row[key] for key in row if key not in ("events", "texts", "why", "end")}}) + "\n" for row in rows))
+    for path in folder.glob("harness/*/*/harness.py"):
+        path.write_bytes(path.read_bytes() + b"# " + worst.encode("utf-8", "replace"))
+    page = report.write_report(folder).read_text()
+    Page(page)
+    assert page.count("alert(1)") > 20 and not UNSAFE.search(page)
