@@ -48,7 +48,7 @@ from config import (
     BOUNDS, CHOICES, DOMAIN_PRESETS, PRESETS, ROOT, Config, check_urls, describe_model, load_splits, pin_model,
     read_file, rollout_config, train_config)
 from costs import check_costs
-from engine import EngineDied, ModelError
+from engine import EngineDied, ModelError, locate
 from envs import ENVS, verify_cases
 from tasks import DataError, Row
 from gates import check_harness
@@ -118,11 +118,11 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
     cfg = Config(**{"domain": domain, **known, **given, "preset": preset})
     for knob in fields(Config):
         value, (low, high) = getattr(cfg, knob.name), BOUNDS.get(knob.name, (0, 10**9))
-        flag = f"--{knob.name.replace('_', '-')} {value}"
+        flag = f"--{knob.name.replace('_', '-')}"
         if isinstance(value, str) and UNSAFE.search(value.replace("\n", "\0").replace("\t", "\0")):
-            raise UsageError(f"{flag!r}: holds a character that cannot be shown")
+            raise UsageError(f"{flag}: holds a character that cannot be shown")
         if not isinstance(value, str) and not low <= value <= high:                     # nor is NaN
-            raise UsageError(f"{flag}: must be at least {low} and at most {high}")
+            raise UsageError(f"{flag} {value}: must be at least {low} and at most {high}")
     if cfg.max_iterations < cfg.min_iterations:
         raise UsageError(f"--max-iterations {cfg.max_iterations}: must be at least --min-iterations, "
                          f"{cfg.min_iterations}")
@@ -138,6 +138,10 @@ def resolve_config(args: argparse.Namespace, domain: str) -> Config:
                          f"--urls {cfg.urls} is for --engine server, and this is --engine {cfg.engine}")
     if "/" in cfg.name or cfg.name in (".", ".."):
         raise UsageError(f"--name {cfg.name}: a name, not a path; where runs lie is --out")
+    if not cfg.urls:
+        locate(cfg.model)
+    if not re.fullmatch("cpu|cuda(:[0-9]{1,3})?", cfg.device):
+        raise UsageError(f"--device {cfg.device}: is cpu or cuda")
     if cfg.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {cfg.device}: torch sees no GPU here; --device cpu")
     try:
@@ -181,8 +185,8 @@ def open_parts(args: argparse.Namespace):
 
 
 def command_eval(args: argparse.Namespace) -> int:
-    if args.n < 1:
-        raise UsageError(f"--n {args.n}: must be at least 1")
+    if not 1 <= args.n <= 10_000:
+        raise UsageError(f"--n {args.n}: must be at least 1 and at most 10000")
     cfg, env, splits, source, engine, sandbox, rollout_cfg = open_parts(args)
     if why := parse_harness(source)[1]:
         raise UsageError(f"--harness {cfg.harness}: {why}")

@@ -273,8 +273,8 @@ def read_variants(methods: str | None, schedules: str | None) -> tuple[list[str]
 
 
 def command_compare(cfg: Config, methods: str | None, schedules: str | None, n_seeds: int, n_jobs: int) -> int:
-    if n_seeds < 1 or n_jobs < 0:
-        raise UsageError(f"--seeds {n_seeds}: at least 1" if n_seeds < 1 else f"--jobs {n_jobs}: at least 0")
+    if not 1 <= n_seeds <= 1000 or n_jobs < 0:
+        raise UsageError(f"--jobs {n_jobs}: at least 0" if n_jobs < 0 else f"--seeds {n_seeds}: 1 to 1000")
     names, pairs = read_variants(methods, schedules)
     if cfg.finish == "harness":
         raise UsageError("--finish harness spends beyond the budget, so it is not for comparisons")

@@ -168,9 +168,10 @@ BOUNDS = {
                      "max_assistant_tok", "max_proposer_failures", "patience_iterations", "min_iterations",
                      "max_iterations", "keep", "minibatch", "micro_tok", "head_chunk_tok"), (1, 10**9)),
     "seed": (0, 2**63 - 1), "max_len": (16, 10**9), "n_rows": (1, 1 << 16), "n_workers": (1, 1024), "tp": (1, 1024),
-    "top_p": (1e-9, 1), "temperature": (0, 100), "lr": (1e-30, 1), "max_grad_norm": (1e-30, 1e30),
+    "top_p": (1e-9, 1), "temperature": (0, 100), "lr": (1e-30, 1), "max_grad_norm": (1e-30, 10**9),
     "weight_decay": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "gpu_memory_frac": (0.01, 1),
-    "max_failed_frac": (0, 1), "proposer_s": (1, 10**7)}
+    "max_failed_frac": (0, 1), "proposer_s": (1, 10**7), **dict.fromkeys(("tool_s", "harness_s"), (0.1, 3600)),
+    **dict.fromkeys(("tool_mb", "harness_mb"), (64, 1 << 20))}
 ALTERNATING = ("whale", "fst", "adaptive")      # methods whose length may be given in cycles
 # these change no result, nor does the address of a server
 FREE_ON_RESUME = {"out", "name", "keep", "n_workers", "track", "tp", "gpu_memory_frac", "urls", "share",

@@ -27,6 +27,7 @@ from rundir import (
     read_text, sha256, write_atomically)
 from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
+from tasks import refuse_special
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser
@@ -74,6 +75,7 @@ def is_running(folder: Path) -> bool:
     """Whether a process holds the run directory's lock."""
     if not (folder / ".lock").exists():
         return False
+    refuse_special(folder / ".lock")
     with open(folder / ".lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
