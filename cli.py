@@ -267,7 +267,8 @@ def command_report(args: argparse.Namespace) -> int:
 
 
 def command_export(args: argparse.Namespace) -> int:
-    show(args, export.export_run(Path(args.run), Path(args.out), args.which, args.dtype))
+    show(args, export.export_run(Path(args.run), Path(args.out), args.which, args.dtype,
+                                 args.trust_remote_code))
     return 0
 
 
@@ -381,8 +382,9 @@ def main(argv: list[str] | None = None) -> int:
               "smaller --n-rows, --micro-tok and --head-chunk-tok", file=sys.stderr)
         return EXIT_REFUSED
     except OSError as error:
-        print(plain(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was "
-                    "finished is safe: when this is mended, the same command goes on"), file=sys.stderr)
+        what = f"{error.filename or 'a file'}: {error.strerror or error}{room_at(error.filename)}"
+        print(plain(f"run.sh: {what}. What was finished is safe: when this is mended, the same command goes on"),
+              file=sys.stderr)
         return EXIT_REFUSED
 
 

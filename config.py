@@ -329,15 +329,14 @@ def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dic
                        **{path.name: hash_model(str(path)) for path in env.files}}}
 
 
-def pin_model(cfg: Config) -> Config:
+def pin_model(cfg: Config, record: Path | None = None) -> Config:
     """The same settings with the commit of a hub model, for all that is loaded of it from here on. A run that has begun
-    goes on with the commit that it recorded, wherever the branch is now. ModelError if it cannot be known."""
+    goes on with the commit in its `record`, wherever the branch is now. ModelError if it cannot be known."""
     if not is_hub_name(cfg.model):
         if cfg.revision:
             raise UsageError(f"--revision {cfg.revision}: is for a model of the hub, and --model {cfg.model} is none")
         return cfg
-    record = cfg.run_dir / "config.json"
-    before = read_json(record).get("config", {}) if record.exists() and not cfg.revision else {}
+    before = read_json(record).get("config", {}) if record and record.exists() and not cfg.revision else {}
     if before.get("model") == cfg.model and isinstance(before.get("revision"), str):
         return replace(cfg, revision=before["revision"])
     # a server's name for its model is no business of the hub's

@@ -44,6 +44,10 @@ class UsageError(ValueError):
     """Something the user asked for cannot be done; the message says what to change."""
 
 
+class Damaged(UsageError):
+    """A file of a run is missing, cut or changed. One that only cannot be read now is no such file."""
+
+
 @dataclass
 class State:
     phase: int = 0                          # index of the running phase
@@ -68,7 +72,7 @@ class State:
 
 class RunDir:
     """State, ledger and records of one run. Opening it takes its lock; UsageError if it belongs to another run, or
-    nothing of it is whole. `check` raises UsageError for a folder that holds no whole checkpoint."""
+    nothing of it is whole. `check` raises Damaged for a folder that holds no whole checkpoint."""
 
     def __init__(self, path: Path, identity: dict[str, dict], keep: int = 2,
                  check: Callable[[Path], object] = lambda folder: None):
@@ -77,15 +81,15 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(path, "run")
-            for left in path.rglob("*.*.tmp"):                      # by a process that was killed
-                if left.is_file():
-                    left.unlink(missing_ok=True)
             with open(path / "metrics.jsonl", "ab"):                # can it be written? Told before a model is loaded
                 pass
         except OSError as error:
             raise UsageError(f"{error.filename or path} cannot be written ({error.strerror}): this run needs a folder "
                              "of its own that can; give another --out or --name") from None
         self._check_identity({"format": {"version": FORMAT}, **identity})
+        for left in path.rglob("*.tmp"):                            # by a process that was killed
+            if re.search(r"\.\d+\.tmp$", left.name) and left.is_file():
+                left.unlink(missing_ok=True)
         self.screen.log_path = path / "log.txt"
         state = self._find_state()
         self.resumed, self.state = state is not None, state or State()
@@ -112,14 +116,15 @@ class RunDir:
                 state = read_state(path)
                 metrics = read_bytes(self.path / "metrics.jsonl")[:state.metrics_bytes]
                 if hashlib.sha256(metrics).hexdigest() != state.metrics_sha256:
-                    raise UsageError(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
-                                     f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
-                if state.weight_step:
+                    raise Damaged(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
+                                  f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
+                if state.weight_step and not state.complete:
                     self.check(self.weights_dir(state.weight_step))
-            except UsageError as error:
+            except Damaged as error:
                 damage += [str(error)] * (str(error) not in damage)
                 continue
             if damage:
+                shutil.copy(self.path / "metrics.jsonl", self._aside("metrics.jsonl"))
                 later = self._set_aside(state)
                 write_sealed(self.path / "state.json", asdict(state))
                 for line in (*(f"DAMAGED: {line}" for line in damage),
@@ -145,12 +150,16 @@ class RunDir:
             later += [path for path in sorted((self.path / "rollouts").glob("step_*"))
                       if int(path.stem[5:]) > state.weight_step]
         for path in later:
-            aside = self.path / "set_aside" / path.relative_to(self.path)
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            if aside.is_dir():                          # of an earlier time
-                shutil.rmtree(aside)
-            path.replace(aside)
+            path.replace(self._aside(path.relative_to(self.path)))
         return [str(path.relative_to(self.path)) for path in later]
+
+    def _aside(self, name: str | Path) -> Path:
+        """Where such a file or folder may lie in set_aside/; what is there of an earlier time goes."""
+        aside = self.path / "set_aside" / name
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        return aside
 
     def _check_identity(self, identity: dict[str, dict]) -> None:
         path = self.path / "config.json"
@@ -265,18 +274,26 @@ def best_of(evals: list[dict]) -> dict:
     return max(evals, key=lambda row: row.get("select_mean", row["mean"]))
 
 
-def read_bytes(path: Path) -> bytes:
-    """UsageError if it cannot be read, with the path, as in all that is read here."""
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Around the reading of a file of a run: Damaged if it is not there, UsageError if it cannot be read."""
     try:
         refuse_special(path)
-        return path.read_bytes()
-    except OSError as error:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
+        raise Damaged(f"{path} {why}: the directory is not whole") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def read_text(path: Path, n_bytes: int | None = None) -> str:
-    return read_bytes(path)[:n_bytes].decode("utf-8", "replace")
+def read_bytes(path: Path) -> bytes:
+    with whole(path):
+        return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    return read_bytes(path).decode("utf-8", "replace")
 
 
 def read_json(path: Path) -> dict:
@@ -285,24 +302,22 @@ def read_json(path: Path) -> dict:
     except (ValueError, RecursionError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{path} is damaged: {error}") from None
+        raise Damaged(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict):
-        raise UsageError(f"{path} is damaged: it holds no JSON object")
+        raise Damaged(f"{path} is damaged: it holds no JSON object")
     return record
 
 
 def iter_jsonl(path: Path) -> Iterator[dict]:
     """The rows of a file, one at a time."""
     try:
-        refuse_special(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with whole(path), open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 yield json.loads(line)
-    except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
+        if isinstance(error, UsageError):
+            raise
+        raise Damaged(f"{path} is damaged: {error}") from None
 
 
 def write_sealed(path: Path, record: dict) -> None:
@@ -310,21 +325,21 @@ def write_sealed(path: Path, record: dict) -> None:
     write_atomically(path, json.dumps(record | {"sha256": sha256(json.dumps(record))}, indent=1) + "\n")
 
 
-def read_sealed(path: Path) -> dict:
+def read_sealed(path: Path, remedy: str = "Put it back from a copy") -> dict:
     record = read_json(path)
     try:
         is_whole = record.pop("sha256", None) == sha256(json.dumps(record))
     except RecursionError:                              # writing nests deeper than reading did
         is_whole = False
     if not is_whole:
-        raise UsageError(f"{path} is damaged: its checksum is not the recorded one. Put it back from a copy")
+        raise Damaged(f"{path} is damaged: its checksum is not the recorded one. {remedy}")
     return record
 
 
 def read_state(path: Path) -> State:
     record = read_sealed(path)
     if set(record) != {knob.name for knob in fields(State)}:
-        raise UsageError(f"{path} is damaged: it is not what a run of this version writes")
+        raise Damaged(f"{path} is damaged: it is not what a run of this version writes")
     return State(**record)
 
 
@@ -340,13 +355,15 @@ def take_lock(folder: Path, what: str) -> TextIO:
 
 @contextmanager
 def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
-    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: what
-    a library raises for it instead."""
+    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: the
+    very classes that a library raises for it instead."""
     try:
         yield
-    except (OSError, *others) as error:
+    except Exception as error:
         if isinstance(error, OSError) and error.strerror:
             error.filename = error.filename or str(path)
+            raise
+        if not isinstance(error, OSError) and type(error) not in others:
             raise
         raise OSError(errno.EIO, str(error), str(path)) from error
 

@@ -118,7 +118,7 @@ class Run:
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
-        self.cfg = cfg = pin_model(cfg)
+        self.cfg = cfg = pin_model(cfg, cfg.run_dir / "config.json")
         if not cfg.run_dir.exists():
             Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""

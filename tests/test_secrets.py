@@ -282,7 +282,7 @@ def test_an_agent_that_looks_for_keys(tmp_path, planted):
     """It sees the one that --proposer-env names, which is blotted out of all that is kept of it, and no other."""
     (tmp_path / "agent.py").write_text(AGENT)
     code, printed, watch, world = run_watched(
-        tmp_path, "math", *FEW, *SMALL[10:], "--proposer", "cmd", "--proposer-cmd", f"{sys.executable} {tmp_path}/agent.py",
+        tmp_path, "math", *FEW, *SMALL[10:], "--proposer", "cmd", "--proposer-cmd", f"{Path(sys.executable).resolve()} {tmp_path}/agent.py",       # the environment is in a closed folder
         "--proposer-env", "PASSED_TOKEN", "--model", MODEL)
     run = world / "runs" / "run"
     assert code == 0, printed
@@ -556,6 +556,15 @@ def test_code_of_a_model_runs_only_where_a_flag_says_so(tmp_path, sentinel):
     assert "--trust-remote-code true: code that comes with" in done.stderr
 
 
+def test_a_strangers_run_does_not_say_what_is_trusted(tmp_path, sentinel, finished):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    record = json.loads((run / "config.json").read_text())
+    record["config"] |= {"model": str(evil_model(tmp_path / "model", sentinel, only_its_code=True)), "trust_remote_code": True}
+    (run / "config.json").write_text(json.dumps(record))
+    code, output = call("export", run, "--out", tmp_path / "out")
+    assert code == 1 and "--trust-remote-code" in output and not sentinel.exists(), output
+
+
 def test_it_is_another_run_with_the_flag(tmp_path, finished):
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     code, output = call("math", *SMALL, "--out", tmp_path, "--name", "run", "--trust-remote-code", "true")
@@ -719,11 +728,11 @@ def test_a_pinned_model_needs_no_hub(monkeypatch, tmp_path):
     def ask(*args, **kwargs):
         raise AssertionError("asked the hub")
 
-    monkeypatch.setattr("engine.HfApi", ask)
+    monkeypatch.setattr("engine.hf_hub_download", ask)
     (tmp_path / "run").mkdir()
     cfg = Config("math", model="owner/never-seen", out=str(tmp_path), name="run")
     (tmp_path / "run/config.json").write_text(json.dumps({"config": {"model": cfg.model, "revision": OLD}}))
-    assert pin_model(cfg).revision == OLD
+    assert pin_model(cfg, tmp_path / "run/config.json").revision == OLD
     assert pin_model(Config("math", model="owner/never-seen", out=str(tmp_path), engine="server")).revision == ""
     with pytest.raises(ModelError, match="owner/never-seen: is not in the hub's cache.*asked the hub"):
         find_commit("owner/never-seen")
