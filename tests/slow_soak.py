@@ -42,7 +42,7 @@ from watch import count_in, family_of, pss_of, size_of, stat_of
 SOAK_S = float(os.environ.get("WHALE_SOAK_S", "1800"))
 EVERY_S = 1.0
 MIB = 1 << 20
-LEAST_CYCLES = 20               # if the machine is busy, it takes longer
+LEAST_CYCLES = 20               # if the machine is busy, it takes up to half as long again
 # small, so that there are many cycles; all that a run does is in each of them
 FLAGS = {"math": ["--epochs", "0.05", "--train", "train.jsonl[:160]"],
          "search": ["--epochs", "0.05", "--train", "train.jsonl[:160]"],
@@ -92,7 +92,7 @@ def watch(domain: str, folder: Path, seconds: float) -> tuple[list[Sample], Path
             stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True)
     samples, started = [], time.monotonic()
     try:
-        while process.poll() is None and time.monotonic() - started < 4 * seconds and (
+        while process.poll() is None and time.monotonic() - started < 1.5 * seconds and (
                 time.monotonic() - started < seconds or samples[-1].n_cycles < LEAST_CYCLES):
             time.sleep(EVERY_S)
             samples.append(take_sample(process.pid, started, folder / "run", temporary))
@@ -186,7 +186,7 @@ def test_a_soak_is_flat(domain, tmp_path):
         print(f"{name}: rise {rise(cycles, name):+.3g}; largest {max(middle):.4g}, then {max(last):.4g}; "
               f"median {statistics.median(middle):.4g}, then {statistics.median(last):.4g}")
     assert code == 130, output[-2000:]
-    assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell, in four times the time: a longer WHALE_SOAK_S"
+    assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell: a longer WHALE_SOAK_S"
     for name in ("pss_own", "pss"):
         middle, last = thirds(cycles, name)
         assert statistics.median(last) <= statistics.median(middle) + 24 and rise(cycles, name) < 48, name
