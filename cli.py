@@ -350,7 +350,7 @@ def room_at(path: str | None) -> str:
     """The most frequent reason for a file that cannot be written."""
     folders = [Path(path).absolute(), *Path(path).absolute().parents] if path else []
     for folder in folders:
-        if folder.is_dir():
+        if os.path.isdir(folder):                       # Path.is_dir raises where a name is too long
             return f" ({shutil.disk_usage(folder).free >> 20:,} MiB are free on that disk)"
     return ""
 
@@ -381,8 +381,8 @@ def main(argv: list[str] | None = None) -> int:
               "smaller --n-rows, --micro-tok and --head-chunk-tok", file=sys.stderr)
         return EXIT_REFUSED
     except OSError as error:
-        print(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was finished is "
-              "safe: when this is mended, the same command goes on", file=sys.stderr)
+        print(plain(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was "
+                    "finished is safe: when this is mended, the same command goes on"), file=sys.stderr)
         return EXIT_REFUSED
 
 
