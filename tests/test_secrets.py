@@ -29,6 +29,7 @@ import keys
 import retriever
 import search_index
 from chat_endpoint import check_settings_api
+from cli import build_parser
 from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
 from engine import ModelError, find_commit, find_tokenizer, load_generation_config, load_model, load_tokenizer
 from rft import CheckpointError, Trainer
@@ -515,11 +516,11 @@ def test_a_model_folder_with_everything_in_it(tmp_path, sentinel, monkeypatch):
     monkeypatch.chdir(folder)
     for split in ("train", "harness", "test"):
         shutil.copy(DATA / f"{split}.jsonl", folder)
-    done = subprocess.run([sys.executable, str(ROOT / "cli.py"), "eval", "math", "--model", ".", "--train", "train.jsonl", "--harness-set",
-                           "harness.jsonl", "--test", "test.jsonl[:2]", "--n", "1", "--out", str(tmp_path / "out"), "--json"],
-                          input="y\n" * 9, text=True, capture_output=True, timeout=600, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
-    assert done.returncode == 0, done.stderr
-    assert not sentinel.exists() and json.loads(done.stdout)["n_tasks"] == 2
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    result = call_json("eval", "math", "--model", ".", "--train", "train.jsonl", "--harness-set", "harness.jsonl", "--test", "test.jsonl[:2]",
+                       "--n", 1, "--out", tmp_path / "out")
+    assert not sentinel.exists() and result["n_tasks"] == 2 and asked == []
     load_generation_config(str(folder))
     assert not sentinel.exists()
 
@@ -749,8 +750,8 @@ def test_the_encoder_of_an_index_is_one_commit(tmp_path, monkeypatch):
     with pytest.raises(RetrieverError, match="--e5-revision v2"):
         search_index.pin_e5(str(tmp_path), "v2", tmp_path)
     loaded = []
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda **where: loaded.append(where) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda **where: loaded.append(where) or int("none"))
+    with pytest.raises(RetrieverError, match="--e5-model owner/e5@aaaa.*cannot be loaded"):
         Encoder(f"owner/e5@{OLD}")
     assert loaded == [{"pretrained_model_name_or_path": "owner/e5", "revision": OLD, "trust_remote_code": False}]
 
@@ -805,16 +806,7 @@ def test_ranks_of_one_machine_listen_to_it_alone(tmp_path):
 def test_our_servers_listen_to_this_machine_alone(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "0", "title": "t", "text": "a word"}\n')
-    process = subprocess.Popen([sys.executable, str(ROOT / "cli.py"), "retriever", "--corpus", str(corpus), "--port", "0"], text=True,
-                               stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        assert "http://127.0.0.1:" in process.stdout.readline()
-        assert listening(process.pid) == {"127.0.0.1"}
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
-    server = Echo()                                         # and those of the tests
-    assert listening(os.getpid()) == {"127.0.0.1"}
-    server.shutdown()
-    server.server_close()
+    args = build_parser().parse_args(["retriever", "--corpus", str(corpus), "--port", "0"])
+    with retriever.Server(Bm25Index.open(corpus, None), args.host, args.port), Echo() as server:        # those of the tests, too
+        assert listening(os.getpid()) == {"127.0.0.1"}
+        server.shutdown()
