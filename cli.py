@@ -59,7 +59,7 @@ from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError, read_sealed, write_atomically
+from files import UsageError, read_sealed, write_atomically
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import UNSAFE, Screen, plain
 from track import TrackerError

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils.logging import disable_progress_bar
 
 from keys import redact
-from rundir import naming
+from files import naming
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 

@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
 from rft import read_checkpoint_record
-from rundir import UsageError, best_of, in_order, naming, read_json, read_text, sha256, write_atomically
+from files import UsageError, in_order, naming, read_json, read_text, sha256, write_atomically
+from rundir import best_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -40,7 +40,8 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from rundir import fingerprint, read_bytes, read_sealed, scorer_paths, sha256, write_atomically, write_sealed
+from files import fingerprint, read_bytes, read_sealed, sha256, write_atomically, write_sealed
+from rundir import scorer_paths
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from task_text import task_text

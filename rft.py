@@ -46,7 +46,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
-from rundir import Damaged, UsageError, naming, sync
+from files import Damaged, UsageError, naming, sync
 
 if TYPE_CHECKING:
     from rollout import Sequence

@@ -45,7 +45,8 @@ from ranks import ALONE, Ranks
 from report import REFRESH_S, report_mark, write_report
 from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
-from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
+from files import UsageError, read_text, sha256, write_atomically
+from rundir import LEDGER, RunDir
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task

@@ -19,7 +19,8 @@ import report
 from config import ROOT
 from engine import EngineDied
 from rft import read_checkpoint_record
-from rundir import RunDir, read_sealed
+from files import read_sealed
+from rundir import RunDir
 from small import SMALL, call, edit, rows
 from warden import descendants
 

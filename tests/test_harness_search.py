@@ -30,7 +30,7 @@ from nano_worlds import MathWorld, demonstrate
 from candidates import Candidate, Outcome, ProposalRequest, Score
 from harness_search import Search, SearchError
 from rollout import RolloutConfig, run
-from rundir import UsageError, read_sealed, sha256
+from files import UsageError, read_sealed, sha256
 from sandbox import Sandbox
 from small import edit
 from stats import bootstrap_ci

@@ -34,7 +34,7 @@ from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
 from engine import ModelError, find_commit, find_tokenizer, load_generation_config, load_model, load_tokenizer
 from rft import CheckpointError, Trainer
 from rollout import Prompter
-from rundir import UsageError, read_sealed, write_sealed
+from files import UsageError, read_sealed, write_sealed
 from search_answer import Judge
 from search_index import Bm25Index, Encoder, RetrieverError
 from server_engine import ServerEngine
