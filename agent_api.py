@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from agent_tools import TOOLS, Workbench, clean, shorten
 from chat_endpoint import CallFailed, Endpoint, check_settings_api
 from rollout import derive_seed, parse_tool_calls
-from rundir import UsageError
+from files import UsageError
 from sessions import Session, Workplace
 
 MAX_TURNS = 150

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import jail
 import keys
-from rundir import UsageError
+from files import UsageError
 from screen import plain
 from sessions import ROOT, ProposerConfig, Session, Workplace, parse_price, prompt_for, read_plain
 

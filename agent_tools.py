@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from lint import MAX_SOURCE_BYTES, lint, parse_harness, program_of
-from rundir import in_order
+from files import in_order
 
 MAX_ANSWER = 12_000             # characters of an answer: a quarter of the context of a small local model
 MAX_LINE = 1_500                # of a line, where several are read

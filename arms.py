@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from config import ROOT, Config, check_schedule, rollout_budget
-from rundir import UsageError, read_json, read_sealed
+from files import UsageError, read_json, read_sealed
 
 
 LIBC = ctypes.CDLL(None)

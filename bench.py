@@ -49,7 +49,7 @@ from measure import (
     proc_bytes, replay, save_deeper, save_random, speed_row, take_turns, tiny, train_plainly, trl_python)
 from rft import Trainer
 from rollout import Trace
-from rundir import UsageError, write_atomically
+from files import UsageError, write_atomically
 from sandbox import Sandbox
 from transformers_engine import TransformersEngine
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from acceptance import pareto_front
-from rundir import in_order, iter_jsonl, read_sealed
+from files import in_order, iter_jsonl, read_sealed
 from task_text import Finding
 
 N_CYCLES = 10           # earlier ones that a proposer is told of: with all, what it reads would grow without end

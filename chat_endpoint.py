@@ -21,7 +21,7 @@ import urllib3
 
 from agent_tools import clean, tool_schemas
 from keys import check_url, is_loopback, read_key, redact_bytes
-from rundir import UsageError
+from files import UsageError
 from sessions import ProposerConfig, price_of
 
 KEY = "WHALE_PROPOSER_KEY"

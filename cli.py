@@ -59,7 +59,7 @@ from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
 from retriever import RetrieverDown
 from rollout import InfraError
-from rundir import UsageError, read_sealed, write_atomically
+from files import UsageError, read_sealed, write_atomically
 from sandbox import Limits, Sandbox, SandboxUnavailable, run_snippet
 from screen import UNSAFE, Screen, plain
 from track import TrackerError
@@ -267,7 +267,8 @@ def command_report(args: argparse.Namespace) -> int:
 
 
 def command_export(args: argparse.Namespace) -> int:
-    show(args, export.export_run(Path(args.run), Path(args.out), args.which, args.dtype))
+    show(args, export.export_run(Path(args.run), Path(args.out), args.which, args.dtype,
+                                 args.trust_remote_code))
     return 0
 
 
@@ -375,9 +376,15 @@ def main(argv: list[str] | None = None) -> int:
             stop.end_children()
         stop.tell(number)
         return 128 + number
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        print(f"run.sh: out of memory: {error}. What was finished is safe: with more of it, or with a smaller "
+              "--gpu-memory-frac or --gradient-checkpointing true, the same command goes on. A run of its own has "
+              "smaller --n-rows, --micro-tok and --head-chunk-tok", file=sys.stderr)
+        return EXIT_REFUSED
     except OSError as error:
-        print(plain(f"run.sh: {error.filename or 'a file'}: {error.strerror}{room_at(error.filename)}. What was "
-                    "finished is safe: when this is mended, the same command goes on"), file=sys.stderr)
+        what = f"{error.filename or 'a file'}: {error.strerror or error}{room_at(error.filename)}"
+        print(plain(f"run.sh: {what}. What was finished is safe: when this is mended, the same command goes on"),
+              file=sys.stderr)
         return EXIT_REFUSED
 
 

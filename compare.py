@@ -34,7 +34,8 @@ from arms import Arm, ArmFailed, plan_arms, run_arms
 from config import ROOT, Config, describe_model, identity_of, load_splits, pin_model, read_file
 from plots import Figures, Series
 from report import RATES, as_usage_error, is_running, phase_spans, read_run, render
-from rundir import AMOUNTS, LEDGER, UsageError, best_of, read_json, read_sealed, take_lock, write_atomically
+from files import UsageError, read_json, read_sealed, take_lock, write_atomically
+from rundir import AMOUNTS, LEDGER, best_of
 from sched import METHODS
 from screen import LEDGER_TITLES, ledger_cells
 from stats import paired_ci

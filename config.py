@@ -24,11 +24,12 @@ from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig, max_trace_bytes
-from rundir import UsageError, read_json, scorer_paths, sha256
+from files import UsageError, read_json, refuse_special, sha256
+from rundir import scorer_paths
 from sandbox import Limits
 from search_answer import KEY as JUDGE_KEY, Judge
 from sessions import ProposerConfig
-from tasks import Task, check_disjoint, refuse_special
+from tasks import Task, check_disjoint
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -329,15 +330,14 @@ def identity_of(cfg: Config, env, splits: dict[str, list[Task]], h0: str) -> dic
                        **{path.name: hash_model(str(path)) for path in env.files}}}
 
 
-def pin_model(cfg: Config) -> Config:
+def pin_model(cfg: Config, record: Path | None = None) -> Config:
     """The same settings with the commit of a hub model, for all that is loaded of it from here on. A run that has begun
-    goes on with the commit that it recorded, wherever the branch is now. ModelError if it cannot be known."""
+    goes on with the commit in its `record`, wherever the branch is now. ModelError if it cannot be known."""
     if not is_hub_name(cfg.model):
         if cfg.revision:
             raise UsageError(f"--revision {cfg.revision}: is for a model of the hub, and --model {cfg.model} is none")
         return cfg
-    record = cfg.run_dir / "config.json"
-    before = read_json(record).get("config", {}) if record.exists() and not cfg.revision else {}
+    before = read_json(record).get("config", {}) if record and record.exists() and not cfg.revision else {}
     if before.get("model") == cfg.model and isinstance(before.get("revision"), str):
         return replace(cfg, revision=before["revision"])
     # a server's name for its model is no business of the hub's
@@ -425,8 +425,13 @@ def check_disk(cfg: Config, plan: DiskPlan) -> str:
     """What the run directory takes, in words. UsageError if there is no room for what is not there yet."""
     out = Path(cfg.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    free, there = shutil.disk_usage(existing).free, [path.stat() for path in cfg.run_dir.rglob("*") if path.is_file()]
-    left = plan.needed - sum(seen.st_size for seen in there)
+    free, there = shutil.disk_usage(existing).free, 0
+    for path in cfg.run_dir.rglob("*"):
+        try:
+            there += path.stat().st_size * (path.relative_to(cfg.run_dir).parts[0] != "set_aside")
+        except OSError:                                         # another process is at work there; the lock will say so
+            pass
+    left = plan.needed - there
     if free < left:
         raise UsageError(f"{existing} has {free >> 20:,} MiB free and this run may need {left >> 20:,} MiB more; make "
                          f"room or choose another place with --out. Its directory takes {plan}")

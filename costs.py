@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from acceptance import kept_rollouts
 from config import ALTERNATING, Config, n_steps, rollout_budget
 from gates import N_GATE_ROLLOUTS
-from rundir import UsageError
+from files import UsageError
 from sessions import parse_price, price_of
 
 OWN_PRICE = ("claude", "opencode")          # commands that report what a session cost

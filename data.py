@@ -30,9 +30,9 @@ from pathlib import Path
 from rich.table import Table
 
 from envs import ENVS
-from rundir import UsageError, naming
+from files import UsageError, naming, refuse_special
 from screen import Screen
-from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows, read_task, refuse_special
+from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows, read_task
 
 VERSION = 1                                             # another: the same sources and seed give other files
 MAX_PLIES = 9                                           # of a chess solution: own moves and replies after the trigger

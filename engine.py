@@ -24,14 +24,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from keys import redact
-from rundir import naming
+from files import naming
 
 disable_progress_bar()          # "Loading weights" would interrupt the run's own bars
 
@@ -170,9 +170,9 @@ def find_commit(name: str, revision: str = "", ask_hub: bool = True) -> str:
     machine, else by the hub's word. ModelError if neither knows; without `ask_hub`, "" then."""
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision or "main")
-        if isinstance(found, str):
-            return Path(found).parent.name
-        return HfApi().model_info(name, revision=revision or None, timeout=30).sha if ask_hub else ""
+        if ask_hub and not isinstance(found, str):
+            found = hf_hub_download(name, "config.json", revision=revision or "main")       # and remembers the branch
+        return Path(found).parent.name if isinstance(found, str) else ""
     except Exception as error:                          # another project's code, over a network: it may raise anything
         asked, why = f" --revision {revision}" * bool(revision), f"{type(error).__name__}: {redact(str(error))[:300]}"
         raise ModelError(f"--model {name}{asked}: is not in the hub's cache on this machine, and the hub was not "
@@ -184,7 +184,7 @@ def naming_the_model(model: str | Path | Model) -> Iterator[None]:
     """What transformers and safetensors raise for a missing, cut or foreign model, as one error that names it."""
     try:
         yield
-    except ModelError:
+    except (ModelError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:                          # any: tokenizers raises no class of its own
         if "custom code" in str(error):

@@ -18,7 +18,8 @@ import math_answer
 import twins
 from retriever import RetrieverDown, cut_text, open_retriever
 from search_answer import Judge, golds_of, last_answer, normalise, read_golds, same_answer
-from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows, refuse_special
+from files import refuse_special
+from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
 
 
 ROOT = Path(__file__).resolve().parent

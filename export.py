@@ -19,19 +19,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
 from rft import read_checkpoint_record
-from rundir import UsageError, best_of, in_order, naming, read_json, read_text, sha256, write_atomically
+from files import UsageError, in_order, naming, read_json, read_text, sha256, write_atomically
+from rundir import best_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
+def export_run(run: Path, out: Path, which: str, dtype: str, trust_remote_code: bool = False) -> dict:
     """Writes OUT from the run's `which` ("final" or "best") evaluation -> what the command shows. UsageError, before
-    anything is written, if the run or OUT is not fit for it."""
+    anything is written, if the run or OUT is not fit for it. The run may be a stranger's: that it says of itself that
+    code which came with its model was trusted is no reason to run it here."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out}: exists and is not empty")
     with as_usage_error(run):
@@ -45,7 +48,7 @@ def export_run(run: Path, out: Path, which: str, dtype: str) -> dict:
     aside = out.with_name(out.name + ".tmp")
     if aside.exists():
         shutil.rmtree(aside)
-    base = Model(config["model"], config["revision"], config["trust_remote_code"])
+    base = Model(config["model"], config["revision"], trust_remote_code)
     changed = export_model(checkpoint, base, aside, DTYPES[dtype])
     write_atomically(aside / "harness.py", harness)
     write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
@@ -82,9 +85,10 @@ def export_model(checkpoint: Path | None, base: str | Model, out: Path, dtype: t
         if whole_config.get_text_config() is not whole_config:          # a vision-language model
             model = AutoModelForImageTextToText.from_pretrained(**where, dtype=dtype, use_safetensors=True)
             put_back(trained, model)
-    with naming(out, Exception):
+    tokenizer = load_tokenizer(last)
+    with naming(out, Exception, SafetensorError):           # tokenizers raises no class of its own for a full disk
         model.save_pretrained(out)
-        load_tokenizer(last).save_pretrained(out)
+        tokenizer.save_pretrained(out)
     try:
         generation = GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"],
                                                       revision=where.get("revision", "main"))
@@ -131,4 +135,5 @@ def add_flags(parser) -> None:
     parser.add_argument("run", metavar="RUN", help="the directory of a run")
     parser.add_argument("--out", required=True, help="a folder that does not exist yet")
     parser.add_argument("--which", choices=("final", "best"), default="final", help="evaluation")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the run's model")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")

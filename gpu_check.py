@@ -27,7 +27,7 @@ import config
 from engine import SamplingParams, load_model, load_tokenizer, untied_weights
 from rft import Trainer
 from rollout import Sequence
-from rundir import UsageError, write_atomically
+from files import UsageError, write_atomically
 from screen import Screen
 from tasks import Verdict
 from team import open_engine

@@ -40,10 +40,13 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from rundir import fingerprint, read_bytes, read_sealed, scorer_paths, sha256, write_atomically, write_sealed
+from files import fingerprint, read_bytes, read_sealed, sha256, write_atomically, write_sealed
+from rundir import scorer_paths
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from task_text import task_text
+
+AGAIN = "Remove it: then it is made again"           # of a record of rollouts that is damaged
 
 
 class SearchError(RuntimeError):
@@ -218,7 +221,7 @@ class Search:
     def _fresh(self, outcome: Outcome) -> dict:
         """The record of its confirming, if it was made under these settings; else {}."""
         path = self.folder / outcome.candidate.name / "confirmed.json"
-        record = read_sealed(path) if path.exists() else {}
+        record = read_sealed(path, AGAIN) if path.exists() else {}
         return record if record.get("key") == self.score_key(outcome.candidate) else {}
 
     def _propose(self, number: int, n_candidates: int, usd_left: float | None,
@@ -331,7 +334,7 @@ class Search:
     def _gate(self, candidate: Candidate, siblings: list[Candidate]) -> tuple[str, GateBill]:
         """-> why it is refused, "" if it is not; and what it took to tell. What has passed is not asked again."""
         path, key = self.folder / candidate.name / "gates.json", self.score_key(candidate)
-        record = read_sealed(path) if path.exists() else {}
+        record = read_sealed(path, AGAIN) if path.exists() else {}
         if candidate.name == "h0" or record.get("key") == key:
             return "", GateBill(record.get("gate_cost", {}), record.get("gate_seconds", 0.0))
         started = time.monotonic()
@@ -380,7 +383,7 @@ class Search:
     def _tally_so_far(self, candidate: Candidate) -> Tally:
         """Of the rounds that a process which was stopped has played."""
         path = self.folder / candidate.name / "rounds.json"
-        record = read_sealed(path) if path.exists() else {}
+        record = read_sealed(path, AGAIN) if path.exists() else {}
         if record.pop("key", None) != self.score_key(candidate):
             return Tally()
         return Tally(**record | {name: Counter(record[name]) for name in ("statuses", "failures", "cost")})
@@ -408,7 +411,7 @@ class Search:
     def _load(self, candidate: Candidate) -> Outcome | None:
         """A finished candidate's outcome, if it was made from this source under these settings."""
         for path in (self.folder / candidate.name / "score.json", self.folder / candidate.name / "refused.json"):
-            record = read_sealed(path) if path.exists() else {}
+            record = read_sealed(path, AGAIN) if path.exists() else {}
             if record.get("key") == self.score_key(candidate):
                 gates = {key: record.pop(key) for key in ("gate_cost", "gate_seconds")}
                 if "refused" in record:

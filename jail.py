@@ -48,8 +48,7 @@ PRELOAD = "cmath datetime decimal fractions functools heapq itertools re statist
 
 MAX_CODE_BYTES = 1 << 16            # of a snippet; fits into a socket's buffer, so handing it over never blocks
 MAX_PRINT_BYTES = 64 << 20          # a snippet that prints more is killed
-MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON; the model's context is a tighter bound
-MAX_TOOL_REQUEST_BYTES = 1 << 17    # of one that is not for the model: the host keeps them all
+MAX_REQUEST_BYTES = 1 << 20         # of a program's request, as JSON
 TICK_S = 0.5                        # the longest wait of the helper while a snippet runs;
 OVERSLEPT_S = 1.0                   # one that took so much longer was no wait: the machine slept, or we were stopped
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
@@ -394,8 +393,9 @@ class HarnessProgram:
             if not (problem := harness_api.check_request(request)):
                 self.request = request
                 event = to_json({"id": program_id, "kind": "request", "request": request}, allow_nan=False)
-                if not (problem := check_size(request, event)):
+                if len(event) <= MAX_REQUEST_BYTES:
                     return event
+                problem = f"a request is at most {MAX_REQUEST_BYTES} bytes of JSON"
             self.is_over = True
             self.generator.close()
             return to_json({"id": program_id, "kind": "error", "message": problem})
@@ -406,12 +406,6 @@ class HarnessProgram:
             return to_json({"id": program_id, "kind": "error", "message": describe(error)})
         finally:
             self.random_state = random.getstate()
-
-
-def check_size(request: dict, as_json: bytes) -> str:
-    """What is wrong with a request's size; "" when nothing is."""
-    most = MAX_REQUEST_BYTES if request["type"] == "generate" else MAX_TOOL_REQUEST_BYTES
-    return "" if len(as_json) <= most else f"a request of this kind is at most {most} bytes of JSON"
 
 
 def describe(error: BaseException) -> str:

@@ -55,7 +55,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def hidden_secrets() -> Iterator[None]:
-    """For a library that starts programs of its own accord."""
+    """For a library that starts programs of its own accord. Nothing else may go on: `redact` knows no secret here."""
     before = dict(os.environ)
     try:
         for name in before.keys() - without_secrets(before).keys():

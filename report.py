@@ -22,12 +22,12 @@ import jinja2
 
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
-from rundir import (
-    AMOUNTS, FORMAT, LEDGER, UsageError, best_of, in_order, iter_jsonl, read_bytes, read_json, read_sealed,
-    read_text, sha256, write_atomically)
+from files import (
+    UsageError, in_order, iter_jsonl, read_bytes, read_json, read_sealed, read_text, refuse_special, sha256,
+    write_atomically)
+from rundir import AMOUNTS, FORMAT, LEDGER, best_of
 from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
-from tasks import refuse_special
 
 ROOT = Path(__file__).resolve().parent
 N_SHOWN = {"mended": 10, "broken": 8, "still failing": 8, "solved by both": 4}          # tasks in the browser

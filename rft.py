@@ -46,7 +46,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
-from rundir import UsageError, naming, sync
+from files import Damaged, UsageError, naming, sync
 
 if TYPE_CHECKING:
     from rollout import Sequence
@@ -86,7 +86,7 @@ class StepStats:
     grad_norm: float | None  # before clipping, mean over the updates
 
 
-class CheckpointError(UsageError):
+class CheckpointError(Damaged):
     """A checkpoint that is incomplete, damaged or of another configuration; the message names the file or field."""
 
 
@@ -288,21 +288,27 @@ class Trainer:
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
-        with naming(folder, Exception):  # safetensors and tokenizers have exceptions of their own for a full disk
-            self.model.save_pretrained(aside, state_dict=weights)
-            tokenizer.save_pretrained(aside)
-            save_file(moments, aside / "trainer.safetensors")
-        files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
-        record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
-        marker = aside / "trainer.json"
-        with naming(marker):
-            marker.write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
-            for path in [*(aside / f for f in files), marker, aside]:
-                sync(path)
+        try:
+            with naming(folder, Exception, SafetensorError):  # tokenizers raises no class of its own for a full disk
+                self._write(aside, weights, moments, tokenizer)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # gigabytes, perhaps on a full disk
+            raise
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
         sync(folder.parent)
+
+    def _write(self, aside: Path, weights: dict, moments: dict, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model.save_pretrained(aside, state_dict=weights)
+        tokenizer.save_pretrained(aside)
+        save_file(moments, aside / "trainer.safetensors")
+        files = sorted(p.relative_to(aside).as_posix() for p in aside.rglob("*") if p.is_file())
+        record = {"version": self.version, "config": asdict(self.cfg), "sha256": {f: _sha256(aside / f) for f in files}}
+        marker = aside / "trainer.json"
+        marker.write_text(json.dumps({"record": record, "sha256": _sha256_json(record)}, indent=1))
+        for path in [*(aside / f for f in files), marker, aside]:
+            sync(path)
 
     def load(self, folder: str | Path) -> None:
         """Makes this trainer the one that was saved, bit for bit, by however many ranks. Rank 0 reads and hands out.
@@ -419,7 +425,7 @@ def read_checkpoint_record(folder: Path) -> dict:
         try:
             found = _sha256(folder / name)
         except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from None
+            raise UsageError(f"{folder / name} cannot be read: {error.strerror}") from None
         if found != sha256:
             raise CheckpointError(f"{folder / name} is cut or changed: its sha256 is not the recorded one")
     return record

@@ -81,7 +81,7 @@ python=$env/bin/python
 case $word in
   test) cd "$root" && exec "$python" -m pytest -n 2 --dist loadfile "$@" ;;      # -n 0: in one process
   test-slow) cd "$root" && exec "$python" -m pytest tests/slow_*.py -s "$@" ;;
-  test-vllm) cd "$root" && exec "$python" -m pytest tests/test_engines.py tests/test_vllm.py tests/test_server.py "$@" ;;
+  test-vllm) cd "$root" && exec "$python" -m pytest -m needs_vllm tests/test_{engines,vllm,server,server_chat}.py "$@" ;;
   math|search|chess|search-harness) ;;
   *) exec "$python" "$root/cli.py" "$word" "$@" ;;
 esac

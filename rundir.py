@@ -13,35 +13,26 @@ checksums: where one is damaged, the run says so, goes back to the last state th
 to set_aside/. Kept are the last --keep checkpoints and that of the best evaluation.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TextIO
 
+from files import (
+    Damaged, UsageError, naming, read_bytes, read_json, read_sealed, take_lock, write_atomically, write_sealed)
 from screen import Screen
-from tasks import refuse_special
 from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
-BIG_BYTES = 8 << 20                     # a larger file is not hashed
 FORMAT = 4                              # of the directory; a run of another one is neither resumed nor reported on
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
 AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",
            "proposer_tok", "proposer_usd", "proposer_unpriced", "seconds")                   # ... and in what
-
-
-class UsageError(ValueError):
-    """Something the user asked for cannot be done; the message says what to change."""
 
 
 @dataclass
@@ -68,7 +59,7 @@ class State:
 
 class RunDir:
     """State, ledger and records of one run. Opening it takes its lock; UsageError if it belongs to another run, or
-    nothing of it is whole. `check` raises UsageError for a folder that holds no whole checkpoint."""
+    nothing of it is whole. `check` raises Damaged for a folder that holds no whole checkpoint."""
 
     def __init__(self, path: Path, identity: dict[str, dict], keep: int = 2,
                  check: Callable[[Path], object] = lambda folder: None):
@@ -77,15 +68,15 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self.lock = take_lock(path, "run")
-            for left in path.rglob("*.*.tmp"):                      # by a process that was killed
-                if left.is_file():
-                    left.unlink(missing_ok=True)
             with open(path / "metrics.jsonl", "ab"):                # can it be written? Told before a model is loaded
                 pass
         except OSError as error:
             raise UsageError(f"{error.filename or path} cannot be written ({error.strerror}): this run needs a folder "
                              "of its own that can; give another --out or --name") from None
         self._check_identity({"format": {"version": FORMAT}, **identity})
+        for left in path.rglob("*.tmp"):                            # by a process that was killed
+            if re.search(r"\.\d+\.tmp$", left.name) and left.is_file():
+                left.unlink(missing_ok=True)
         self.screen.log_path = path / "log.txt"
         state = self._find_state()
         self.resumed, self.state = state is not None, state or State()
@@ -112,14 +103,15 @@ class RunDir:
                 state = read_state(path)
                 metrics = read_bytes(self.path / "metrics.jsonl")[:state.metrics_bytes]
                 if hashlib.sha256(metrics).hexdigest() != state.metrics_sha256:
-                    raise UsageError(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
-                                     f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
-                if state.weight_step:
+                    raise Damaged(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
+                                  f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
+                if state.weight_step and not state.complete:
                     self.check(self.weights_dir(state.weight_step))
-            except UsageError as error:
+            except Damaged as error:
                 damage += [str(error)] * (str(error) not in damage)
                 continue
             if damage:
+                shutil.copy(self.path / "metrics.jsonl", self._aside("metrics.jsonl"))
                 later = self._set_aside(state)
                 write_sealed(self.path / "state.json", asdict(state))
                 for line in (*(f"DAMAGED: {line}" for line in damage),
@@ -145,12 +137,16 @@ class RunDir:
             later += [path for path in sorted((self.path / "rollouts").glob("step_*"))
                       if int(path.stem[5:]) > state.weight_step]
         for path in later:
-            aside = self.path / "set_aside" / path.relative_to(self.path)
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            if aside.is_dir():                          # of an earlier time
-                shutil.rmtree(aside)
-            path.replace(aside)
+            path.replace(self._aside(path.relative_to(self.path)))
         return [str(path.relative_to(self.path)) for path in later]
+
+    def _aside(self, name: str | Path) -> Path:
+        """Where such a file or folder may lie in set_aside/; what is there of an earlier time goes."""
+        aside = self.path / "set_aside" / name
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        return aside
 
     def _check_identity(self, identity: dict[str, dict]) -> None:
         path = self.path / "config.json"
@@ -265,153 +261,11 @@ def best_of(evals: list[dict]) -> dict:
     return max(evals, key=lambda row: row.get("select_mean", row["mean"]))
 
 
-def read_bytes(path: Path) -> bytes:
-    """UsageError if it cannot be read, with the path, as in all that is read here."""
-    try:
-        refuse_special(path)
-        return path.read_bytes()
-    except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
-
-
-def read_text(path: Path, n_bytes: int | None = None) -> str:
-    return read_bytes(path)[:n_bytes].decode("utf-8", "replace")
-
-
-def read_json(path: Path) -> dict:
-    try:
-        record = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"{path} is damaged: it holds no JSON object")
-    return record
-
-
-def iter_jsonl(path: Path) -> Iterator[dict]:
-    """The rows of a file, one at a time."""
-    try:
-        refuse_special(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                yield json.loads(line)
-    except OSError as error:
-        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-        raise UsageError(f"{path} {why}: the directory is not whole") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-
-
-def write_sealed(path: Path, record: dict) -> None:
-    """A record with its checksum, so that a flipped digit is seen."""
-    write_atomically(path, json.dumps(record | {"sha256": sha256(json.dumps(record))}, indent=1) + "\n")
-
-
-def read_sealed(path: Path) -> dict:
-    record = read_json(path)
-    try:
-        is_whole = record.pop("sha256", None) == sha256(json.dumps(record))
-    except RecursionError:                              # writing nests deeper than reading did
-        is_whole = False
-    if not is_whole:
-        raise UsageError(f"{path} is damaged: its checksum is not the recorded one. Put it back from a copy")
-    return record
-
-
 def read_state(path: Path) -> State:
     record = read_sealed(path)
     if set(record) != {knob.name for knob in fields(State)}:
-        raise UsageError(f"{path} is damaged: it is not what a run of this version writes")
+        raise Damaged(f"{path} is damaged: it is not what a run of this version writes")
     return State(**record)
-
-
-def take_lock(folder: Path, what: str) -> TextIO:
-    """Held until it is closed, or until the process ends, however it ends. UsageError if another process holds it."""
-    lock = open(folder / ".lock", "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{folder} is in use by another {what}; give this one another --name") from None
-    return lock
-
-
-@contextmanager
-def naming(path: Path, *others: type[Exception]) -> Iterator[None]:
-    """OSError with a file's name: a full disk is met when a file is written, and that error names none. `others`: what
-    a library raises for it instead."""
-    try:
-        yield
-    except (OSError, *others) as error:
-        if isinstance(error, OSError) and error.strerror:
-            error.filename = error.filename or str(path)
-            raise
-        raise OSError(errno.EIO, str(error), str(path)) from error
-
-
-def in_order(paths: Iterable[Path]) -> list[Path]:
-    """By the numbers in their names: cycle_99 comes before cycle_100."""
-    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part
-                                           for part in re.split("([0-9]+)", str(path))])
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A kill at any moment, or a power failure, leaves the old file or the new one."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")          # a report may be rebuilt beside the run
-    try:
-        with naming(path), open(aside, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)                                 # half a file on a full disk
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """On disk, also after a power failure: a file's content, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fingerprint(paths: Iterable[Path], but: Path | None = None) -> dict[str, str]:
-    """path -> what it is, of these files and of all below these folders, that below `but` left out. Of a file: mode,
-    owner, time of its last write, and sha256 or, of more than BIG_BYTES, size, inode and time of its last change (which
-    cannot be set back). Of a folder, those above the paths among them, mode and owner only: files come and go in it."""
-    found, open_ends = {}, [Path(path).resolve() for path in paths]
-    for folder in {path.parent for path in open_ends if path.parent.is_dir()}:
-        seen = folder.stat()
-        found[str(folder)] = f"folder {seen.st_mode:o} {seen.st_uid} {seen.st_gid}"
-    while open_ends:
-        path = open_ends.pop()
-        if path.name == "__pycache__" or but and path == but.resolve():
-            continue
-        try:
-            seen = path.stat()
-            rights = f"{seen.st_mode:o} {seen.st_uid} {seen.st_gid}"
-            if stat.S_ISDIR(seen.st_mode) and path.is_symlink():
-                found[str(path)] = f"link to {path.readlink()}"
-            elif stat.S_ISDIR(seen.st_mode):
-                found[str(path)] = f"folder {rights}"
-                open_ends += path.iterdir()
-            elif seen.st_size > BIG_BYTES:
-                found[str(path)] = f"{rights} {seen.st_mtime_ns} {seen.st_size} {seen.st_ino} {seen.st_ctime_ns}"
-            elif stat.S_ISREG(seen.st_mode):
-                found[str(path)] = f"{rights} {seen.st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}"
-        except OSError as error:
-            found[str(path)] = f"cannot be read: {error.strerror}"
-    return found
 
 
 def scorer_paths() -> list[Path]:

@@ -22,7 +22,7 @@ import harness_api
 import jail
 from jail import (
     AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits, cause_of_death,
-    check_size, cut_frames, readable, split_message, to_json)
+    cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -427,7 +427,7 @@ def parse_answer(payload: bytes) -> tuple[int, Event]:
     kind, request, words = message.get("kind"), message.get("request"), message.get("message", "")
     if not isinstance(words, str) or kind not in ("request", "done", "error"):
         raise ValueError("no event")
-    if kind == "request" and (problem := harness_api.check_request(request) or check_size(request, payload)):
+    if kind == "request" and (problem := harness_api.check_request(request)):
         raise ValueError(problem)
     return message["id"], Event(kind, request if kind == "request" else None, words[:1000])
 

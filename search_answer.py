@@ -33,7 +33,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from keys import check_url, is_loopback
-from rundir import naming
+from files import naming
 
 KEY = "WHALE_JUDGE_KEY"
 MAX_ANSWER_CHARS, MAX_JUDGED_CHARS, MAX_JUDGE_BYTES, BACKOFF_S = 500, 300, 65536, 1.0

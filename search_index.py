@@ -24,8 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rundir import naming
-from tasks import refuse_special
+from files import naming, refuse_special
 
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 1024          # the rest of a BM25 query is not read, as in Lucene

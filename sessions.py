@@ -30,7 +30,7 @@ from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
 from keys import redact
 from rollout import derive_seed
-from rundir import fingerprint, in_order, read_json, write_atomically
+from files import fingerprint, in_order, read_json, write_atomically
 from screen import plain
 
 ROOT = Path(__file__).resolve().parent

@@ -52,6 +52,11 @@ def hear(number: int, frame) -> None:
 def watch(heard: int) -> None:
     while (number := os.read(heard, 1)[0]) not in SIGNALS:
         pass
+    if "LOCAL_RANK" in os.environ:                                  # the terminal's, then the launcher's: one request
+        time.sleep(1)
+        os.set_blocking(heard, False)
+        while select.select([heard], [], [], 0)[0]:
+            os.read(heard, 64)
     select.select([heard], [], [], LIMIT_S)
     end_children()
     tell(number)

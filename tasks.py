@@ -5,19 +5,19 @@ load with the file, the row and the field; nothing is skipped in silence.
 """
 
 import csv
-import errno
 import gzip
 import io
 import json
 import logging
 import math
 import re
-import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from files import refuse_special
 
 log = logging.getLogger("whale")
 
@@ -85,13 +85,6 @@ class Row:
         if not value.strip() and not or_empty:
             raise self.error(field, "is empty")
         return value.strip()
-
-
-def refuse_special(path: str | Path) -> None:
-    """OSError for what may never end, or never begin: a pipe, a device. To be called before a file is opened."""
-    mode = Path(path).stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
 
 
 def stem_and_kind(path: Path) -> tuple[str, str]:

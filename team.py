@@ -20,7 +20,7 @@ from config import Config, make_env, rollout_config, train_config
 from ranks import Ranks
 from rft import StepStats, Trainer, Trajectory
 from rollout import Trace
-from rundir import UsageError
+from files import UsageError
 from sandbox import Sandbox
 from server_engine import ServerEngine
 from stop import SIGNALS

@@ -27,6 +27,7 @@ import errno
 import json
 import math
 import os
+import re
 import select
 import signal
 import struct
@@ -269,16 +270,21 @@ class Blotter:
     """What comes in pieces, without the secrets in it. What may be the beginning of one waits for the next piece."""
 
     def __init__(self, blots: list[list[str]]):
-        self.blots = [(os.fsencode(form), os.fsencode(name)) for form, name in blots]
+        self.names = {os.fsencode(form): os.fsencode(name) for form, name in blots}         # the longest first
+        self.secret = re.compile(b"|".join(map(re.escape, self.names)) or b"(?!)")
         self.rest = b""
 
-    def take(self, piece: bytes) -> bytes:
-        said = self.rest + piece
-        for form, name in self.blots:
-            said = said.replace(form, name)
-        n_open = max((n for form, _ in self.blots for n in range(1, len(form)) if said.endswith(form[:n])), default=0)
-        self.rest = said[len(said) - n_open:]
-        return said[:len(said) - n_open]
+    def take(self, piece: bytes, is_last: bool = False) -> bytes:
+        said, shown = self.rest + piece, b""
+        while True:
+            n_open = 0 if is_last else max((n for form in self.names for n in range(1, len(form))
+                                            if said.endswith(form[:n])), default=0)
+            found = self.secret.search(said)
+            if not found or found.start() >= len(said) - n_open:
+                self.rest = said[len(said) - n_open:]
+                return shown + said[:len(said) - n_open]
+            shown += said[:found.start()] + self.names[found[0]]
+            said = said[found.end():]
 
 
 def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
@@ -335,7 +341,7 @@ def watch(job: dict, ruleset: int | None, own_ids: bool) -> dict:
     for descriptor in (out, err):
         while n_bytes <= job["output_bytes"] and take(descriptor):
             pass
-        os.write(files[descriptor], blotters[descriptor].rest)
+        os.write(files[descriptor], blotters[descriptor].take(b"", is_last=True))
     end = "output" if n_bytes > job["output_bytes"] else end
     return {"end": end, "code": code, "n_left": n_left, "n_bytes": n_bytes, "mounts": mounts}
 

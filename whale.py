@@ -45,7 +45,8 @@ from ranks import ALONE, Ranks
 from report import REFRESH_S, report_mark, write_report
 from rft import StepStats, read_checkpoint_record
 from rollout import Trace, cost_of, derive_seed
-from rundir import LEDGER, RunDir, UsageError, read_text, sha256, write_atomically
+from files import UsageError, read_text, sha256, write_atomically
+from rundir import LEDGER, RunDir
 from sandbox import Sandbox
 from stats import bootstrap_ci
 from tasks import Task
@@ -118,7 +119,7 @@ class Run:
         self.proposer = cfg.method != "weight" and make_proposer(
             proposer_config(cfg), secret_paths(cfg), guarded_paths(cfg), cfg.waived, lambda line: self.say(line))
         check_disk(cfg, plan_disk(cfg, n_weights_of(cfg.model), *self.sizes, len(self.test)))
-        self.cfg = cfg = pin_model(cfg)
+        self.cfg = cfg = pin_model(cfg, cfg.run_dir / "config.json")
         if not cfg.run_dir.exists():
             Sandbox(cfg.waived_layers, max_jobs=1).close()      # a missing layer is refused before there is a run
         self.version, self.shown_at, self.capped = code_version(), time.monotonic(), ""

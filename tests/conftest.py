@@ -2,12 +2,23 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"                 # read when torch is imported, here and in child processes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "needs_vllm: what `bash run.sh test-vllm` runs, in an environment that has it")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("needs_vllm") and not find_spec("vllm"):
+            item.add_marker(pytest.mark.skip(reason="vLLM is not in this environment: bash run.sh test-vllm"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 
 import requests
 
@@ -17,7 +16,6 @@ from config import ROOT
 from vllm_engine import kill_group
 
 MODEL = str(ROOT / "embedded" / "model")
-HAS_VLLM = find_spec("vllm") is not None
 
 
 def free_port() -> int:

@@ -22,7 +22,8 @@ import pytest
 import small
 from config import ROOT
 from small import SMALL, rows
-from test_faults import assert_stopped, disk, end_of, fill_at_each_kind     # noqa: F401 (a fixture)
+from test_faults import (  # noqa: F401 (disk is a fixture)
+    MOMENTS, assert_stopped, disk, end_of, fill_at_each_kind, pause, read_until, start_planted)
 from warden import descendants
 
 SEED = 20261130
@@ -72,10 +73,8 @@ def whole(tmp_path_factory) -> dict:
 def table(request):
     lines = []
     yield lines
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    reporter.write_line(f"\nkills, moments drawn with seed {SEED}:")
-    for line in lines:
-        reporter.write_line("  " + line)
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\nkills, moments drawn with seed {SEED}:", *lines, sep="\n  ")
 
 
 def where(folder: Path) -> str:
@@ -134,6 +133,33 @@ def test_a_full_disk_at_every_write(finished, disk, monkeypatch):     # noqa: F8
                      "trainer.json", "tokenizer_config.json", "step_#.tmp", "state.json.#.tmp", "summary.json.#.tmp", "report.html.#.tmp",
                      "final_harness.py.#.tmp", "harness.py.#.tmp", "proposal.json.#.tmp", "score.json.#.tmp", "gates.json.#.tmp",
                      "traces.jsonl.#.tmp", "history.jsonl.#.tmp", "iteration_#.json.#.tmp", "acceptance.json.#.tmp", "task.md.#.tmp"}, names
+
+
+# ---- signals, clocks, disks: what takes long
+
+
+def test_a_laptop_asleep_in_a_weight_step(finished, tmp_path):
+    process = small.start("math", *SMALL, "--tool-s", 1, "--harness-s", 1, "--out", tmp_path, "--name", "run")
+    while not (tmp_path / "run/weights/step_000000/state.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    pause(process, 6)
+    output = process.stdout.read()
+    assert process.wait() == 0, output
+    assert end_of(tmp_path / "run") == end_of(finished)
+
+
+def test_a_signal_that_was_ignored_stays_so(tmp_path):
+    """nohup, or a shell's background job."""
+    process = start_planted(MOMENTS["base evaluation"], "math", *SMALL, "--out", tmp_path, ignored=(signal.SIGINT, signal.SIGHUP))
+    read_until(process, "HELD")
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(process.pid, number)
+    time.sleep(1)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    assert_stopped(process, signal.SIGTERM, [])
 
 
 # ---- signals to many processes ---------------------------------------------------------------------------------------

@@ -41,8 +41,9 @@ from watch import count_in, family_of, pss_of, size_of, stat_of
 
 SOAK_S = float(os.environ.get("WHALE_SOAK_S", "1800"))
 EVERY_S = 1.0
+SHARED_BEFORE = set(Path("/dev/shm").iterdir())
 MIB = 1 << 20
-LEAST_CYCLES = 20               # if the machine is busy, it takes longer
+LEAST_CYCLES = 20               # if the machine is busy, it takes up to half as long again
 # small, so that there are many cycles; all that a run does is in each of them
 FLAGS = {"math": ["--epochs", "0.05", "--train", "train.jsonl[:160]"],
          "search": ["--epochs", "0.05", "--train", "train.jsonl[:160]"],
@@ -82,7 +83,7 @@ def take_sample(pid: int, started: float, run: Path, temporary: Path) -> Sample:
 
 
 def watch(domain: str, folder: Path, seconds: float) -> tuple[list[Sample], Path, int, str]:
-    """Runs for so long, then Ctrl-C -> the samples, the run directory, its exit code and what it printed."""
+    """Runs for so long, then SIGTERM -> the samples, the run directory, its exit code and what it printed."""
     data, temporary = ROOT / "embedded" / domain, folder / "tmp"
     flags = [re.sub(r"^(\w+\.jsonl)", rf"{data}/\1", flag) for flag in (*FLAGS[domain], *COMMON)]
     temporary.mkdir()
@@ -92,12 +93,12 @@ def watch(domain: str, folder: Path, seconds: float) -> tuple[list[Sample], Path
             stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(temporary)}, start_new_session=True)
     samples, started = [], time.monotonic()
     try:
-        while process.poll() is None and time.monotonic() - started < 4 * seconds and (
+        while process.poll() is None and time.monotonic() - started < 1.5 * seconds and (
                 time.monotonic() - started < seconds or samples[-1].n_cycles < LEAST_CYCLES):
             time.sleep(EVERY_S)
             samples.append(take_sample(process.pid, started, folder / "run", temporary))
         family = family_of(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)              # a background job is deaf to SIGINT
         code = process.wait(120)
     finally:
         if process.poll() is None:
@@ -185,8 +186,8 @@ def test_a_soak_is_flat(domain, tmp_path):
         middle, last = thirds(cycles, name)
         print(f"{name}: rise {rise(cycles, name):+.3g}; largest {max(middle):.4g}, then {max(last):.4g}; "
               f"median {statistics.median(middle):.4g}, then {statistics.median(last):.4g}")
-    assert code == 130, output[-2000:]
-    assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell, in four times the time: a longer WHALE_SOAK_S"
+    assert code == 143, output[-2000:]
+    assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell: a longer WHALE_SOAK_S"
     for name in ("pss_own", "pss"):
         middle, last = thirds(cycles, name)
         assert statistics.median(last) <= statistics.median(middle) + 24 and rise(cycles, name) < 48, name
@@ -199,7 +200,7 @@ def test_a_soak_is_flat(domain, tmp_path):
     assert size_of(run) < int(re.search(r"takes about ([\d,]+) MiB", output)[1].replace(",", "")) * MIB
     assert not any(a.n_zombies and b.n_zombies and c.n_zombies for a, b, c in zip(samples, samples[1:], samples[2:], strict=False))
     assert not count_in(tmp_path / "tmp"), "left in the temporary folder"
-    assert not list(Path("/dev/shm").glob("whale-*"))
+    assert not [path for path in Path("/dev/shm").glob("whale-*") if path not in SHARED_BEFORE]
     middle, last = thirds(cycles, "cpu_s_a_call")
     assert statistics.median(last) <= 1.5 * statistics.median(middle)
 

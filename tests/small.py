@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cli
 from config import ROOT
-from rundir import read_sealed, write_sealed
+from files import read_sealed, write_sealed
 
 DATA = ROOT / "embedded" / "math"
 SMALL = ["--cycles", "1", "--epochs", "0.05", "--prompt-batch", "16", "--iterations", "2", "--n-eval", "1",

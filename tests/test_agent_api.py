@@ -25,7 +25,7 @@ from agent_tools import Workbench
 from chat_endpoint import check_settings_api
 from envs import MathEnv
 from lint import ForbiddenText
-from rundir import UsageError
+from files import UsageError
 from sandbox import Sandbox
 from servers import MODEL, free_port
 from sessions import ProposerConfig, ProposerFailed, Workplace, propose_by_agent

@@ -24,8 +24,8 @@ import test_harness_search as small
 import warden
 from agent_cmd import LAYER, Tally, check_settings, fill, run_command_agent, words_of
 from harness_search import SearchError
-from rundir import UsageError
-from rundir import fingerprint, scorer_paths
+from files import UsageError, fingerprint
+from rundir import scorer_paths
 from sessions import ProposerConfig, ProposerFailed, Workplace, propose_by_agent
 from test_harness_search import TASKS, make_search
 

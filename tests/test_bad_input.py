@@ -43,7 +43,7 @@ from harness_api import is_plain, said_moves
 from lint import ForbiddenText, beyond_prompts, find_literals, lint, parse_harness, program_of
 from retriever import read_answer, read_request
 from rollout import RolloutConfig, parse_tool_calls
-from rundir import UsageError, sha256, write_sealed
+from files import UsageError, sha256, write_sealed
 from sandbox import Limits, Sandbox
 from screen import UNSAFE, Screen
 from search_index import Bm25Index, RetrieverError

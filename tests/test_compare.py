@@ -13,7 +13,7 @@ import pytest
 
 import arms
 import compare
-from rundir import UsageError
+from files import UsageError
 from small import SMALL, call, edit, start
 from stats import bootstrap_ci, paired_ci
 

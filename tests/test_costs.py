@@ -9,7 +9,7 @@ from config import CHOICES, Config
 from costs import Budget, Plan, check_costs, describe, plan_search
 from gates import N_GATE_ROLLOUTS
 from candidates import Candidate
-from rundir import UsageError
+from files import UsageError
 from sessions import parse_price, price_of
 from small import SMALL, call
 

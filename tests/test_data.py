@@ -16,7 +16,7 @@ import zstandard
 
 import data
 from envs import ENVS
-from rundir import UsageError
+from files import UsageError
 from tasks import DataError, check_disjoint, load_tasks, read_rows
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rundir import read_sealed
+from files import read_sealed
 from small import SMALL, TIMES, call, edit, rows, start
 
 # what holds times, and the settings that are told apart below

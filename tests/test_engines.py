@@ -10,15 +10,13 @@ import torch
 
 from engine import Completion, ModelError, SamplingParams, load_model, untied_weights
 from server_engine import ServerEngine
-from servers import HAS_VLLM, MODEL, vllm_servers
+from servers import MODEL, vllm_servers
 from transformers_engine import TransformersEngine
 from vllm_engine import VllmEngine
 
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
 
-
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=needs_vllm),
-                                        pytest.param("server", marks=needs_vllm)])
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=pytest.mark.needs_vllm),
+                                        pytest.param("server", marks=pytest.mark.needs_vllm)])
 def engine(request, tmp_path_factory):
     if request.param == "transformers":
         yield TransformersEngine(MODEL, n_rows=8, max_len=256)

@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import report
 from config import ROOT
+from engine import EngineDied
 from rft import read_checkpoint_record
-from rundir import RunDir, read_sealed
-from small import SMALL, call, edit, rows, start
+from files import read_sealed
+from rundir import RunDir
+from small import SMALL, call, edit, rows
 from warden import descendants
 
 
@@ -235,18 +238,6 @@ def test_the_second_signal_means_now(tmp_path):
     assert_stopped(process, signal.SIGINT, below)
 
 
-def test_a_signal_that_was_ignored_stays_so(tmp_path):
-    """nohup, or a shell's background job."""
-    process = start_planted(MOMENTS["base evaluation"], "math", *SMALL, "--out", tmp_path, ignored=(signal.SIGINT, signal.SIGHUP))
-    read_until(process, "HELD")
-    for number in (signal.SIGINT, signal.SIGHUP):
-        os.kill(process.pid, number)
-    time.sleep(1)
-    assert process.poll() is None
-    os.kill(process.pid, signal.SIGTERM)
-    assert_stopped(process, signal.SIGTERM, [])
-
-
 def test_a_signal_ends_a_small_command(tmp_path):
     process = start_planted(MOMENTS["base evaluation"], "eval", "math", "--out", tmp_path)
     read_until(process, "HELD")
@@ -306,7 +297,7 @@ def disk(tmp_path):
 
 
 def test_a_full_disk_where_it_matters(finished, disk, monkeypatch):
-    names = {"step_#.tmp", "state.json.#.tmp", "score.json.#.tmp"}
+    names = {"step_#.tmp", "state.json.#.tmp"}
     disk.wanted = names.__contains__
     fill_at_each_kind(finished, disk, monkeypatch)
     assert {Path(kind).name for kind, _ in disk.hit} == names
@@ -314,7 +305,7 @@ def test_a_full_disk_where_it_matters(finished, disk, monkeypatch):
 
 def fill_at_each_kind(finished: Path, disk: Disk, monkeypatch) -> None:
     """One run, which meets a full disk once at each kind of file that it writes, and goes on when there is room again."""
-    monkeypatch.setattr("whale.check_disk", lambda cfg: None)
+    monkeypatch.setattr("whale.check_disk", lambda *_: "")
     folder, said = disk.path / "run", []
     monkeypatch.setattr(tempfile, "tempdir", str(disk.path))         # nothing needs room in /tmp either
     for _ in range(100):
@@ -413,18 +404,6 @@ def test_a_pause_is_not_the_time_of_a_snippet_or_a_program():
     assert output == "request ToolResult(status='ok', output='done\\n')\nrequest\n" and process.returncode == 0, output
 
 
-def test_a_laptop_asleep_in_a_weight_step(finished, tmp_path):
-    process = start("math", *SMALL, "--tool-s", 1, "--harness-s", 1, "--out", tmp_path, "--name", "run")
-    while not (tmp_path / "run/weights/step_000000/state.json").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.3)
-    pause(process, 6)
-    output = process.stdout.read()
-    assert process.wait() == 0, output
-    assert end_of(tmp_path / "run") == end_of(finished)
-
-
 @pytest.mark.parametrize("ahead", [3600, -7 * 86400])
 def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
     """The wall clock set forward, or back a week, while files of before lie there; and one that moves on in leaps."""
@@ -450,3 +429,42 @@ def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
         monkeypatch.setattr(time, "monotonic", leaping)
         assert go_on(tmp_path / "leaps")[0] == 0
         assert end_of(tmp_path / "leaps") == end_of(finished) and n[0] > 500
+
+
+# ---- parts that die --------------------------------------------------------------------------------------------------
+
+
+def test_a_helper_that_is_killed_in_a_run_changes_nothing(finished, tmp_path, monkeypatch):
+    """The sandbox's helper, in the middle of a weight step: its rollouts are made again, to the same end."""
+    from rollout import Batch
+
+    take, n = Batch._take_completion, [0]
+
+    def taking(self, completion):
+        n[0] += 1
+        if n[0] == 100:
+            self.sandbox._process.kill()
+        return take(self, completion)
+
+    monkeypatch.setattr(Batch, "_take_completion", taking)
+    code, output = go_on(tmp_path / "run")
+    assert code == 0 and n[0] > 100, output
+    assert end_of(tmp_path / "run") == end_of(finished)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), EngineDied("the engine is gone. The same command goes on")], ids=type)
+def test_an_engine_that_fails_in_a_run_is_a_sentence(finished, tmp_path, monkeypatch, error):
+    from transformers_engine import TransformersEngine
+
+    step = TransformersEngine.step
+
+    def failing(self):
+        if self.version == 1:
+            raise error
+        return step(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TransformersEngine, "step", failing)
+        code, output = go_on(tmp_path / "run")
+    assert code == 1 and "Traceback" not in output and "the same command goes on" in output.lower(), output
+    assert read_sealed(tmp_path / "run/state.json")["weight_step"] == 1

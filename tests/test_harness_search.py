@@ -30,8 +30,9 @@ from nano_worlds import MathWorld, demonstrate
 from candidates import Candidate, Outcome, ProposalRequest, Score
 from harness_search import Search, SearchError
 from rollout import RolloutConfig, run
-from rundir import sha256
+from files import UsageError, read_sealed, sha256
 from sandbox import Sandbox
+from small import edit
 from stats import bootstrap_ci
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,11 +206,11 @@ def finished(tmp_path_factory, engine, sandbox):
 
 
 def read_all(folder: Path) -> dict[str, object]:
-    """Every file of an archive; without the times."""
+    """Every file of an archive; without the times, and what seals them."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.name in ("score.json", "refused.json", "gates.json"):
-            record = json.loads(path.read_text())
+            record = read_sealed(path)
             files[str(path.relative_to(folder))] = {k: v for k, v in record.items() if "seconds" not in k}
         elif path.is_file():
             files[str(path.relative_to(folder))] = path.read_bytes()
@@ -272,9 +273,12 @@ def test_a_score_made_under_other_settings_is_not_used(tmp_path, engine, sandbox
         make_search(tmp_path, MortalEngine(engine, 0), sandbox, seed=(1, "harness", 1)).iterate()
     path = tmp_path / "h0" / "score.json"
     honest = json.loads(path.read_text())
-    path.write_text(json.dumps(honest | {"mean": 1.0, "key": "0" * 64}))
+    edit(path, mean=1.0, key="0" * 64)
     [outcome] = make_search(tmp_path, engine, sandbox).iterate()
     assert outcome.score.mean == honest["mean"] and outcome.score.key == honest["key"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mean": 1.0}))          # a digit that flipped, not a setting
+    with pytest.raises(UsageError, match="score.json is damaged"):
+        make_search(tmp_path, engine, sandbox).iterate()
 
 
 def test_other_weights_in_the_middle_of_a_phase_stop_it(tmp_path, engine, sandbox):
@@ -428,27 +432,24 @@ FAILURES = {"call_limit": 61, "malformed_call": 40, "no_answer_after_tool": 33, 
 KNOWN = {mechanism.name: mechanism for mechanism in mechanisms.mechanisms_of("math")}
 
 
-def write_traces(folder: Path, failures: dict[str, int]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps({"failure": word}) + "\n" for word, n in failures.items() for _ in range(n)]
-    (folder / "traces.jsonl").write_text("".join(rows))
+def with_failures(outcome: Outcome, failures: dict[str, int]) -> Outcome:
+    return replace(outcome, score=replace(outcome.score, failures=failures, n=sum(failures.values())))
 
 
 def simulate(folder: Path, n_iterations: int, seed: int = 0, m: int = 3, source: str = H0,
              domain: str = "math") -> list[list[Candidate]]:
     """Proposals over iterations with made-up scores and failures, without a model."""
     rng = random.Random(seed)
-    history = [make_outcome("h0", 0.2, source=source)]
-    write_traces(folder / "h0", FAILURES)
+    history = [with_failures(make_outcome("h0", 0.2, source=source), FAILURES)]
     rounds = []
     for iteration in range(2, n_iterations + 2):
         request = ProposalRequest(folder, tuple(history), tuple(f"h{len(history) + i}" for i in range(m)),
                                   (seed, "propose", iteration), domain, folder / "notes")
         rounds.append([replace(c, name=f"h{len(history) + i}") for i, c in enumerate(proposers.propose_by_rules(request))])
         for candidate in rounds[-1]:
-            write_traces(folder / candidate.name, {word: rng.randint(0, 60) for word in FAILURES})
+            failures = {word: rng.randint(0, 60) for word in FAILURES}
             score = make_score(round(rng.random(), 2), 2.0) if rng.random() < 0.9 else None
-            history.append(Outcome(candidate, score, "" if score else "why"))
+            history.append(with_failures(Outcome(candidate, score), failures) if score else Outcome(candidate, None, "why"))
     return rounds
 
 

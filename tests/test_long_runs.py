@@ -16,7 +16,7 @@ import report
 from agent_tools import Workbench
 from candidates import ProposalRequest, earlier_findings
 from config import PRESETS, ROOT, Config, DiskPlan, UsageError, check_disk, plan_disk
-from rundir import in_order
+from files import in_order
 from sandbox import Limits, Sandbox
 from sessions import fill_folder
 from small import start

@@ -12,7 +12,7 @@ import pytest
 
 import report
 from plots import Figures, Series
-from rundir import sha256
+from files import sha256
 from small import SMALL, call, edit
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</pre></details>{{ 7 * 7 }}\x00\ud800"

@@ -39,7 +39,8 @@ PASSAGES = [
     ("Zürich", "Zürich is a city in Switzerland. 10 km of lake. 東京 is elsewhere."),
     ("", "A passage without a title mentions Rush once."),
 ]
-PROGRAM = ("import argparse, sys, retriever; parser = argparse.ArgumentParser(); retriever.add_flags(parser);"
+PROGRAM = ("import argparse, sys, retriever, stop; parser = argparse.ArgumentParser(); retriever.add_flags(parser);"
+           "stop.listen(); stop.can_raise = True;"               # as cli.py does, without torch
            "sys.exit(retriever.command_retriever(parser.parse_args()))")
 
 

@@ -29,11 +29,12 @@ import keys
 import retriever
 import search_index
 from chat_endpoint import check_settings_api
+from cli import build_parser
 from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
 from engine import ModelError, find_commit, find_tokenizer, load_generation_config, load_model, load_tokenizer
 from rft import CheckpointError, Trainer
 from rollout import Prompter
-from rundir import UsageError, read_sealed, write_sealed
+from files import UsageError, read_sealed, write_sealed
 from search_answer import Judge
 from search_index import Bm25Index, Encoder, RetrieverError
 from server_engine import ServerEngine
@@ -282,7 +283,7 @@ def test_an_agent_that_looks_for_keys(tmp_path, planted):
     """It sees the one that --proposer-env names, which is blotted out of all that is kept of it, and no other."""
     (tmp_path / "agent.py").write_text(AGENT)
     code, printed, watch, world = run_watched(
-        tmp_path, "math", *FEW, *SMALL[10:], "--proposer", "cmd", "--proposer-cmd", f"{sys.executable} {tmp_path}/agent.py",
+        tmp_path, "math", *FEW, *SMALL[10:], "--proposer", "cmd", "--proposer-cmd", f"{Path(sys.executable).resolve()} {tmp_path}/agent.py",       # the environment is in a closed folder
         "--proposer-env", "PASSED_TOKEN", "--model", MODEL)
     run = world / "runs" / "run"
     assert code == 0, printed
@@ -515,11 +516,11 @@ def test_a_model_folder_with_everything_in_it(tmp_path, sentinel, monkeypatch):
     monkeypatch.chdir(folder)
     for split in ("train", "harness", "test"):
         shutil.copy(DATA / f"{split}.jsonl", folder)
-    done = subprocess.run([sys.executable, str(ROOT / "cli.py"), "eval", "math", "--model", ".", "--train", "train.jsonl", "--harness-set",
-                           "harness.jsonl", "--test", "test.jsonl[:2]", "--n", "1", "--out", str(tmp_path / "out"), "--json"],
-                          input="y\n" * 9, text=True, capture_output=True, timeout=600, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
-    assert done.returncode == 0, done.stderr
-    assert not sentinel.exists() and json.loads(done.stdout)["n_tasks"] == 2
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    result = call_json("eval", "math", "--model", ".", "--train", "train.jsonl", "--harness-set", "harness.jsonl", "--test", "test.jsonl[:2]",
+                       "--n", 1, "--out", tmp_path / "out")
+    assert not sentinel.exists() and result["n_tasks"] == 2 and asked == []
     load_generation_config(str(folder))
     assert not sentinel.exists()
 
@@ -554,6 +555,15 @@ def test_code_of_a_model_runs_only_where_a_flag_says_so(tmp_path, sentinel):
                           capture_output=True, timeout=600, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0 and sentinel.exists(), done.stderr
     assert "--trust-remote-code true: code that comes with" in done.stderr
+
+
+def test_a_strangers_run_does_not_say_what_is_trusted(tmp_path, sentinel, finished):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    record = json.loads((run / "config.json").read_text())
+    record["config"] |= {"model": str(evil_model(tmp_path / "model", sentinel, only_its_code=True)), "trust_remote_code": True}
+    (run / "config.json").write_text(json.dumps(record))
+    code, output = call("export", run, "--out", tmp_path / "out")
+    assert code == 1 and "--trust-remote-code" in output and not sentinel.exists(), output
 
 
 def test_it_is_another_run_with_the_flag(tmp_path, finished):
@@ -719,11 +729,11 @@ def test_a_pinned_model_needs_no_hub(monkeypatch, tmp_path):
     def ask(*args, **kwargs):
         raise AssertionError("asked the hub")
 
-    monkeypatch.setattr("engine.HfApi", ask)
+    monkeypatch.setattr("engine.hf_hub_download", ask)
     (tmp_path / "run").mkdir()
     cfg = Config("math", model="owner/never-seen", out=str(tmp_path), name="run")
     (tmp_path / "run/config.json").write_text(json.dumps({"config": {"model": cfg.model, "revision": OLD}}))
-    assert pin_model(cfg).revision == OLD
+    assert pin_model(cfg, tmp_path / "run/config.json").revision == OLD
     assert pin_model(Config("math", model="owner/never-seen", out=str(tmp_path), engine="server")).revision == ""
     with pytest.raises(ModelError, match="owner/never-seen: is not in the hub's cache.*asked the hub"):
         find_commit("owner/never-seen")
@@ -740,8 +750,8 @@ def test_the_encoder_of_an_index_is_one_commit(tmp_path, monkeypatch):
     with pytest.raises(RetrieverError, match="--e5-revision v2"):
         search_index.pin_e5(str(tmp_path), "v2", tmp_path)
     loaded = []
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda **where: loaded.append(where) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda **where: loaded.append(where) or int("none"))
+    with pytest.raises(RetrieverError, match="--e5-model owner/e5@aaaa.*cannot be loaded"):
         Encoder(f"owner/e5@{OLD}")
     assert loaded == [{"pretrained_model_name_or_path": "owner/e5", "revision": OLD, "trust_remote_code": False}]
 
@@ -796,16 +806,7 @@ def test_ranks_of_one_machine_listen_to_it_alone(tmp_path):
 def test_our_servers_listen_to_this_machine_alone(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "0", "title": "t", "text": "a word"}\n')
-    process = subprocess.Popen([sys.executable, str(ROOT / "cli.py"), "retriever", "--corpus", str(corpus), "--port", "0"], text=True,
-                               stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        assert "http://127.0.0.1:" in process.stdout.readline()
-        assert listening(process.pid) == {"127.0.0.1"}
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
-    server = Echo()                                         # and those of the tests
-    assert listening(os.getpid()) == {"127.0.0.1"}
-    server.shutdown()
-    server.server_close()
+    args = build_parser().parse_args(["retriever", "--corpus", str(corpus), "--port", "0"])
+    with retriever.Server(Bm25Index.open(corpus, None), args.host, args.port), Echo() as server:        # those of the tests, too
+        assert listening(os.getpid()) == {"127.0.0.1"}
+        server.shutdown()

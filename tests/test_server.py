@@ -18,11 +18,9 @@ import server_engine
 from config import ROOT
 from engine import EngineDied, ModelError, SamplingParams, load_model, untied_weights
 from server_engine import ServerEngine, digests_of
-from servers import HAS_VLLM, MODEL, PlainServer, start_vllm_server, vllm_servers, wait_for
+from servers import MODEL, PlainServer, start_vllm_server, vllm_servers, wait_for
 from small import SMALL, call, call_json, rows
 from test_engines import drain, greedy, random_prompts
-
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +228,7 @@ def test_digests_know_what_vllm_fuses():
     assert digests["model.layers.0.self_attn.qkv_proj.weight"] == fused and len(digests) == 4
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_vllm_servers_that_lose_their_weights(tmp_path, monkeypatch):
     """A server that is killed: the other one answers. Restarted, it serves its own model again: no token of that is
     taken, it is given the run's weights, and then asked again."""
@@ -267,7 +265,7 @@ def test_vllm_servers_that_lose_their_weights(tmp_path, monkeypatch):
         engine.close()
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_a_run_over_two_vllm_servers(tmp_path):
     """The whole loop; every trajectory's version is the trainer's, and the servers end with the last weights."""
     with vllm_servers(tmp_path) as (urls, _):

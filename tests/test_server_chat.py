@@ -23,12 +23,11 @@ from rollout import Prompter, parse_tool_calls
 from sandbox import Sandbox
 from server_chat import TURNS, ChatTokenizer, text_of
 from server_engine import ServerEngine
-from servers import HAS_VLLM, MODEL, ChatServer, vllm_servers
+from servers import MODEL, ChatServer, vllm_servers
 from small import DATA, SMALL, call, call_json, rows, start
 from test_engines import drain
 from transformers_engine import TransformersEngine
 
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
 SEARCH = ["search-harness", "math", "--iterations", "2", "--candidates", "2", *SMALL[SMALL.index("--n-eval"):],
           "--harness-set", f"{DATA}/harness.jsonl[:12]", "--test", f"{DATA}/test.jsonl[:8]",
           "--engine", "server", "--model", "nano-chat", "--n-rows", "4", "--max-len", "512"]
@@ -340,7 +339,7 @@ def test_a_search_is_resumed_and_asks_for_nothing_twice(serve, tmp_path):
     assert kinds.count("iteration") == 2 and kinds.count("eval") == 2 and kinds.count("candidate") == 3
     assert summary["complete"] and len(summary["accepted"]) == 1 and summary["weight_steps"] == 0
     assert summary["rollouts"]["weight"] == 0 and summary["ledger"]["harness"]["prompt_tok"] > 0
-    assert (folder / "report.html").exists() and (folder / "harness/cycle_01/accepted.txt").exists() and not (folder / "weights").exists()
+    assert (folder / "report.html").exists() and (folder / "harness/cycle_01/accepted.txt").exists() and not list(folder.glob("weights/*/*.safetensors"))
     assert call(*SEARCH, *out, "whole")[0] == 0 and len(server.bodies) == n_whole       # complete: it is not asked at all
 
     process = start(*SEARCH, *out, "killed")
@@ -374,7 +373,7 @@ def test_a_search_without_a_server(tmp_path, monkeypatch):
     assert call("math", *SMALL, "--one-search", "true", "--out", tmp_path)[0] == 2
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("flags", [(), ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")], ids=["bare", "hermes"])
 def test_a_real_server(tmp_path, flags):
     """vLLM under a name that is no tokenizer's, with and without a parser of tool calls: greedy rollouts are the model's."""

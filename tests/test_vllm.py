@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 import vllm_engine
 from config import ROOT
 from engine import EngineDied, SamplingParams, load_model, untied_weights
-from servers import HAS_VLLM, MODEL
+from servers import MODEL
 from envs import MathEnv
 from small import SMALL, call, rows, start
 from test_engines import drain, greedy, random_prompts
@@ -26,7 +26,6 @@ from test_ranks import finish, launch
 from vllm_engine import Read, VllmEngine, make_folder, sum_bits, visible_gpus
 from whale import sample_tasks
 
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: bash run.sh test-vllm")
 TORCHVISION = Path(sys.prefix) / "torchvision-apart"            # run.sh: it does not import beside the CPU build as it is
 
 
@@ -74,7 +73,7 @@ def ask_much(engine) -> None:
         engine.submit(i, [5, 6, 7 + i], SamplingParams(max_tokens=240, seed=i, top_k=0))
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_a_killed_engine_is_an_error_at_once(engine):
     ask_much(engine)
     engine.step()
@@ -85,7 +84,7 @@ def test_a_killed_engine_is_an_error_at_once(engine):
     assert time.monotonic() - started < 10
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_a_silent_engine_is_an_error_in_time(engine, monkeypatch):
     """Stopped in the middle of its work, with a pipe that is full."""
     monkeypatch.setattr(vllm_engine, "SILENCE_S", 3)
@@ -99,7 +98,7 @@ def test_a_silent_engine_is_an_error_in_time(engine, monkeypatch):
     assert time.monotonic() - started < 20 and engine._process.poll() is not None
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_an_idle_engine_may_be_silent(shared, monkeypatch):
     monkeypatch.setattr(vllm_engine, "SILENCE_S", 2)
     time.sleep(3)
@@ -107,7 +106,7 @@ def test_an_idle_engine_may_be_silent(shared, monkeypatch):
     assert drain(shared)[0].ids
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_what_goes_wrong_inside_is_told(engine):
     engine._outbox.put(("submit", "x", [5], {"temperature": -1.0}))
     engine._running.add("x")
@@ -115,7 +114,7 @@ def test_what_goes_wrong_inside_is_told(engine):
         drain(engine)
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_close_leaves_no_process_and_no_folder():
     before, kept = workers(), folders()
     engine = VllmEngine(MODEL, n_rows=8, max_len=256, device="cpu")
@@ -127,7 +126,7 @@ def test_close_leaves_no_process_and_no_folder():
     assert workers() == before and folders() <= kept
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_weights_that_do_not_arrive_are_found_out(shared):
     """The reload is left out; and a weight that differs in its last bit is told from all others, wherever vLLM keeps it."""
     new = {name: (tensor * 1.01).to(torch.bfloat16) for name, tensor in untied_weights(load_model(MODEL)).items()}
@@ -151,7 +150,7 @@ def test_weights_that_do_not_arrive_are_found_out(shared):
             shared._prove(new)
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_a_tied_head_follows_the_embedding(shared):
     """In bf16, a reload alone leaves the repacked head as it was, and the replies would be the old head's."""
     torch.manual_seed(0)
@@ -177,7 +176,7 @@ if __name__ == "__main__":
 """
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_no_engine_outlives_its_host(tmp_path, end):
     script = tmp_path / "host.py"
@@ -195,7 +194,7 @@ def test_no_engine_outlives_its_host(tmp_path, end):
         assert not folders() & left
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_an_engine_that_is_killed_in_a_run(tmp_path):
     """A clear message, exit 1, no process left; the same command goes on to the end."""
     args = ["math", *SMALL, "--engine", "vllm", "--n-eval", 8, "--out", tmp_path, "--name", "run"]
@@ -218,7 +217,7 @@ def test_an_engine_that_is_killed_in_a_run(tmp_path):
     assert steps == [1, 2] and json.loads((tmp_path / "run/summary.json").read_text())["complete"]
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_the_whole_loop(tmp_path):
     """`bash run.sh math --engine vllm`: one cycle at its full size, learning as the transformers engine does."""
     code, output = call("math", "--engine", "vllm", "--cycles", 1, "--out", tmp_path, "--name", "run")
@@ -232,7 +231,7 @@ def test_the_whole_loop(tmp_path):
     assert shown <= {task.id for task in sample_tasks(train, 0, 0, 32)}                     # the tasks are those of any engine
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_an_exported_folder_is_served(finished, tmp_path):
     """In bf16, with the run's chat template; greedy as transformers has it."""
     assert call("export", finished, "--out", tmp_path / "agent")[0] == 0
@@ -259,7 +258,7 @@ def agreement(engine, reference) -> float:
     return sum(done[i].ids == greedy(reference, prompt, 8, engine.stop_ids) for i, prompt in enumerate(prompts)) / len(prompts)
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision beside this environment")
 def test_qwen35_is_served(tmp_path, monkeypatch):
     """A tiny random vision-language model of Qwen3.5: its text model is served, and new weights arrive."""
@@ -292,7 +291,7 @@ def two_heads(tmp_path_factory) -> Path:
     return folder
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 def test_an_engine_of_two_processes(two_heads, monkeypatch):
     """--tp 2: weights are split, arrive, are proved by the sums of their bits; a bit that differs is seen; all ends together."""
     engine = VllmEngine(str(two_heads), n_rows=16, max_len=256, device="cpu", tp=2)
@@ -324,7 +323,7 @@ def group_of(stat: Path) -> int:
         return 0
 
 
-@needs_vllm
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_with_vllm(two_heads, tmp_path, tp):
     """Two ranks with an engine each, which learn; or with one in common, where no update happens (a random model solves nothing)."""

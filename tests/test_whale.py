@@ -84,8 +84,8 @@ def test_a_changed_corpus_is_refused(tmp_path):
 
 @pytest.mark.parametrize("flags, words", [
     (["math", "--retriever", "x"], "--retriever are for search"), (["search", "--judge-url", "http://x"], "go together"),
-    (["search", "--retriever", "nowhere.jsonl"], "nowhere.jsonl"), (["chess", "--judge-url", "u", "--judge-model", "m"], "for search"),
-    (["search", "--retriever", "http://"], "http"), (["search", "--judge-url", "ftp://x", "--judge-model", "m"], "ftp://x"),
+    (["search", "--retriever", "nowhere.jsonl"], "nowhere.jsonl"), (["chess", "--judge-url", "http://u", "--judge-model", "m"], "for search"),
+    (["search", "--retriever", "http://"], "http"), (["search", "--judge-url", "ftp://x", "--judge-model", "m"], "--judge-url must be like http://"),
 ])
 def test_flags_of_search_are_checked_before_a_model_is_loaded(flags, words, tmp_path, monkeypatch):
     monkeypatch.setattr("team.TransformersEngine", None)
@@ -246,7 +246,7 @@ def test_nothing_to_learn_from_stops_with_a_reason(tmp_path):
     (["math", "--model", "no/such/model/here"], "--model"),
     (["math", "--model", "./nowhere"], "./nowhere"),
     (["math", "--train", "/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
-    (["math", "--train", f"{DATA}/train.jsonl[9999:]"], "no rows"),
+    (["math", "--train", f"{DATA}/train.jsonl[9999:]"], "no such rows"),
     (["math", "--train", str(DATA / "test.jsonl")], "math-test-"),
     (["eval", "math", "--harness", "/nowhere.py"], "/nowhere.py"),
     (["sandbox", "/nowhere.py"], "/nowhere.py"),
