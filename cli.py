@@ -14,6 +14,11 @@
     bench [--only rollouts,training]                 ratios to the same work done bare (bench.py)
 """
 
+import stop
+
+if __name__ == "__main__":
+    stop.listen()                       # before the imports that take seconds
+
 import argparse
 import hashlib
 import inspect
@@ -26,11 +31,6 @@ import sys
 from contextlib import closing
 from dataclasses import Field, asdict, fields
 from pathlib import Path
-
-import stop
-
-if __name__ == "__main__":
-    stop.listen()                       # before the imports that take seconds
 
 import torch
 
@@ -54,9 +54,10 @@ from tasks import DataError, Row
 from gates import check_harness
 from harness_search import SearchError
 from jail import LAYERS
-from keys import HTTPS
+from keys import HTTPS, leave_no_core
 from lint import ForbiddenText, parse_harness
 from ranks import ALONE, Ranks, open_ranks
+from rft import TrainError
 from retriever import RetrieverDown
 from rollout import InfraError
 from files import UsageError, read_sealed, write_atomically
@@ -367,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
             ranks.broadcast(None)                       # no more orders
             return code
     except (UsageError, DataError, ModelError, SandboxUnavailable, SearchError, InfraError, EngineDied,
-            RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed) as error:
+            RetrieverError, RetrieverDown, JudgeDown, TrackerError, ArmFailed, TrainError) as error:
         print(plain(f"run.sh: {f'rank {ranks.rank}: ' * (ranks.rank > 0)}{error}"), file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_REFUSED
     except KeyboardInterrupt as error:
@@ -389,6 +390,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    leave_no_core()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")            # a model's words, in a locale that lacks their letters

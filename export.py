@@ -14,6 +14,7 @@ paper's learning rate most of an update is lost in it: the card says how much of
 """
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -45,16 +46,18 @@ def export_run(run: Path, out: Path, which: str, dtype: str, trust_remote_code: 
         harness = harness_of(run, config, point["harness_sha"])
     if checkpoint:
         read_checkpoint_record(checkpoint)
-    aside = out.with_name(out.name + ".tmp")
-    if aside.exists():
-        shutil.rmtree(aside)
+    aside = out.with_name(f"{out.name}.{os.getpid()}.tmp")               # a name that nobody else's folder has
     base = Model(config["model"], config["revision"], trust_remote_code)
-    changed = export_model(checkpoint, base, aside, DTYPES[dtype])
-    write_atomically(aside / "harness.py", harness)
-    write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
-    if out.exists():
-        out.rmdir()
-    aside.rename(out)
+    try:
+        changed = export_model(checkpoint, base, aside, DTYPES[dtype])
+        write_atomically(aside / "harness.py", harness)
+        write_atomically(aside / "README.md", model_card(config, summary, point, which, dtype, changed))
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     return {"out": str(out), "weight_step": step, "mean": point["mean"], "changed_frac": changed}
 
 

@@ -48,6 +48,14 @@ def reading(path: Path) -> Iterator[None]:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
 
 
+def below(folder: Path, name: str) -> Path:
+    """folder / name, where a record says the name: Damaged if that would lead out of the folder."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise Damaged(f"{folder} is damaged: {name!r} lies outside")
+    return path
+
+
 def read_bytes(path: Path) -> bytes:
     with reading(path):
         return path.read_bytes()
@@ -99,7 +107,7 @@ def read_sealed(path: Path, remedy: str = "Put it back from a copy") -> dict:
 
 def take_lock(folder: Path, what: str) -> TextIO:
     """Held until it is closed, or until the process ends, however it ends. UsageError if another process holds it."""
-    lock = open(folder / ".lock", "w")
+    lock = open(folder / ".lock", "a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

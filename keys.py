@@ -13,6 +13,7 @@ SECURITY.md says what is promised; tests/test_secrets.py tries it.
 import ipaddress
 import os
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import quote, urlsplit
@@ -46,6 +47,12 @@ def redact(said: str) -> str:
 def redact_bytes(said: bytes) -> bytes:
     """The same before anything is decoded; bytes that are no UTF-8 stay as they are."""
     return redact(said.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
+def leave_no_core() -> None:
+    """If this process holds a secret: neither it nor one below it leaves a core file, which would hold it too."""
+    if secrets(os.environ):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

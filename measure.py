@@ -216,9 +216,9 @@ def trl_python() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whale" / f"trl-{key}"
     if not (folder / "complete").exists():
         print(f"setting up TRL in {folder} (once, about a minute)", flush=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(folder / "bin" / "python"), "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         try:                                    # torch by itself first: what depends on it must not choose another
-            for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, TRL_PACKAGES[0]],
+            for command in ([sys.executable, "-P", "-m", "venv", "--clear", str(folder)], [*pip, TRL_PACKAGES[0]],
                             [*pip, *TRL_PACKAGES]):
                 subprocess.run(command, check=True, capture_output=True, text=True)
         except (subprocess.CalledProcessError, OSError) as error:

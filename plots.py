@@ -16,6 +16,8 @@ with hidden_secrets():                  # it may start a program, to ask for fon
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+matplotlib.rcdefaults()                 # not what a matplotlibrc of the current directory says
+
 COLOURS = ("#3b82f6", "#f97316", "#16a34a", "#a855f7", "#e11d48", "#0d9488", "#a16207", "#db2777")  # on black and white
 PHASES = {"weight": 0.08, "harness": 0.22}  # shades of ink
 INK = "#7b7b7b"                             # text and axes; in the report's SVG it becomes the page's own text colour

@@ -134,6 +134,7 @@ def launch(argv: list[str]) -> int:
     args = torchrun.parse_args(argv)
     args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",")        # nohup stays nohup
                                       if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN)
+    os.environ["WHALE_LAUNCHER"] = str(os.getpid())
     store = keep_to_loopback(args) if args.standalone else None         # it serves for as long as it is held
     try:
         with TemporaryDirectory(prefix="whale-ranks-") as args.log_dir:        # its own it leaves behind

@@ -23,9 +23,9 @@ import jinja2
 from acceptance import pareto_front
 from plots import Dots, Figures, Series, front_svg
 from files import (
-    UsageError, in_order, iter_jsonl, read_bytes, read_json, read_sealed, read_text, refuse_special, sha256,
+    UsageError, below, in_order, iter_jsonl, read_bytes, read_json, read_sealed, read_text, refuse_special, sha256,
     write_atomically)
-from rundir import AMOUNTS, FORMAT, LEDGER, best_of
+from rundir import AMOUNTS, FORMAT, LEDGER, best_of, refuse_links
 from screen import LEDGER_TITLES, ledger_cells, money_text, plain
 from stats import bootstrap_ci
 
@@ -103,6 +103,7 @@ def read_run(folder: Path) -> tuple[dict, dict, list[dict]]:
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} is no run directory: " + ("it has no config.json" if folder.exists() else "no such "
                          "directory"))
+    refuse_links(folder)
     config = read_json(folder / "config.json")
     if (found := config.get("format", {}).get("version")) != FORMAT:
         summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
@@ -148,9 +149,9 @@ def page_of(folder: Path, running: bool) -> dict:
         "n_training": metrics[-1]["training_rollouts"], "minutes": ledger["all"]["seconds"] / 60,
         "failures": compare_failures(measured[0], measured[len(evals) - 1]),
         "cycles": [cycle_of(path) for path in archives[-N_CYCLES:]], "n_left_out": max(0, len(archives) - N_CYCLES),
-        "final_source": read_text(folder / summary["final_harness"]),
-        "final_diff": diff_of(first, folder / summary["final_harness"]) if first else [],
-        "groups": task_groups(folder / evals[0]["traces"], folder / evals[-1]["traces"]) if len(evals) > 1 else {},
+        "final_source": read_text(folder / "final_harness.py"),
+        "final_diff": diff_of(first, folder / "final_harness.py") if first else [],
+        "groups": task_groups(*(below(folder, evals[i]["traces"]) for i in (0, -1))) if len(evals) > 1 else {},
         "training": [(path.stem, [view_of(row) for row in iter_jsonl(path)])
                      for path in shown_steps(in_order(folder.glob("rollouts/step_*.jsonl")), state["weight_step"])]}
 
@@ -202,6 +203,7 @@ def diff_of(old: Path, new: Path) -> list[tuple[str, str]]:
 def cycle_of(folder: Path) -> dict:
     """One archive as a tree: each candidate under its parent."""
     rows = list(iter_jsonl(folder / "history.jsonl"))
+    files = {row["name"]: below(folder, row["name"]) / "harness.py" for row in rows}
     accepted, why, confirmed = "", "", {}
     if (folder / "accepted.txt").exists():
         record = read_json(folder / "acceptance.json")
@@ -218,7 +220,6 @@ def cycle_of(folder: Path) -> dict:
     children: dict[str, list[dict]] = {}
     names = {row["name"] for row in rows if not row["refused"]}         # a refused one is no parent
     for row in rows:
-        file = folder / row["name"] / "harness.py"
         over = [] if row["refused"] or not row["parent"] else [
             reward - rewards["h0"][task] for task, reward in rewards[row["name"]].items()]
         parent = row["parent"] if row["parent"] in names and row["parent"] != row["name"] else ""
@@ -229,8 +230,8 @@ def cycle_of(folder: Path) -> dict:
             confirmed[row["name"]] if row["name"] in confirmed else
             "not the best" if row["mean"] < best else "a tie, by more calls or later" if accepted else "best so far",
             "over_h0": (sum(over) / len(over), bootstrap_ci(over, 0)) if over else None,
-            "changes": failure_changes(rows, row), "source": read_text(file),
-            "diff": diff_of(folder / row["parent"] / "harness.py", file) if row["parent"] in scores else []})
+            "changes": failure_changes(rows, row), "source": read_text(files[row["name"]]),
+            "diff": diff_of(files[row["parent"]], files[row["name"]]) if row["parent"] in scores else []})
 
     def nest(parent: str) -> list[dict]:
         return [{**child, "children": nest(child["name"])} for child in children.get(parent, [])]

@@ -86,6 +86,10 @@ class StepStats:
     grad_norm: float | None  # before clipping, mean over the updates
 
 
+class TrainError(RuntimeError):
+    """Training cannot go on."""
+
+
 class CheckpointError(Damaged):
     """A checkpoint that is incomplete, damaged or of another configuration; the message names the file or field."""
 
@@ -230,7 +234,7 @@ class Trainer:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = whole(get_total_norm(grads))
         if not norm.isfinite():
-            raise RuntimeError(f"the gradient is non-finite (its norm is {norm.item()}); the weights are unchanged")
+            raise TrainError(f"the gradient is non-finite (its norm is {norm.item()}); the weights are unchanged")
         clip_grads_with_norm_(self.model.parameters(), self.cfg.max_grad_norm, norm)
         return norm
 

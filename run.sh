@@ -58,11 +58,11 @@ if wants_vllm "$@"; then
 fi
 
 # the environment, once for each state of requirements.txt; the stamp is written last
-pip() { "$env/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { "$env/bin/python" -P -m pip --quiet --disable-pip-version-check "$@"; }
 if ! cmp -s "$root/requirements.txt" "$env/requirements.installed"; then
   [ ! -L "$env" ] || { echo "run.sh: $env is a link to an environment that was made for other requirements; it is not touched: remove the link" >&2; exit 1; }
   echo "setting up $env (once, one to three minutes: torch is large${vllm:+; vLLM too, 3.5 GB in all})"
-  "$python" -m venv --clear "$env"
+  "$python" -P -m venv --clear "$env"               # -P: nothing of the current directory is run
   pip install -r "$root/requirements.txt"
   if [ -n "$vllm" ]; then
     pip install -r "$root/requirements.txt" "$vllm==0.32.0"

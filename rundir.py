@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +31,7 @@ from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
 FORMAT = 4                              # of the directory; a run of another one is neither resumed nor reported on
+FOLDERS = ("weights", "harness", "eval", "rollouts", "set_aside", "serving")    # others are a tracker's
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
 AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",
            "proposer_tok", "proposer_usd", "proposer_unpriced", "seconds")                   # ... and in what
@@ -53,6 +55,7 @@ class State:
     ledger: dict[str, dict[str, float]] = field(default_factory=lambda: {kind: {} for kind in LEDGER})
     metrics_bytes: int = 0                  # rows after these belong to a step that was not finished
     metrics_sha256: str = ""                # of these
+    checkpoint_sha256: str = ""             # of the trainer.json of the weights; "": they are the base model's
     n_threads: int = 0                      # of torch: sums in another order differ in the last bits
     complete: bool = False
 
@@ -67,6 +70,7 @@ class RunDir:
         self.mark = time.monotonic()                # every second from here is charged to one entry of the ledger
         try:
             path.mkdir(parents=True, exist_ok=True)
+            refuse_links(path)
             self.lock = take_lock(path, "run")
             with open(path / "metrics.jsonl", "ab"):                # can it be written? Told before a model is loaded
                 pass
@@ -107,6 +111,8 @@ class RunDir:
                                   f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
                 if state.weight_step and not state.complete:
                     self.check(self.weights_dir(state.weight_step))
+                    if self._checkpoint_sha256(state.weight_step) != state.checkpoint_sha256:
+                        raise Damaged(f"{self.weights_dir(state.weight_step)} is not the checkpoint of {path}")
             except Damaged as error:
                 damage += [str(error)] * (str(error) not in damage)
                 continue
@@ -131,12 +137,12 @@ class RunDir:
         later = [path for step, path in self._checkpoints() if step > state.weight_step]
         if later:
             evals = {row["traces"] for row in state.evals}
-            later += [path for path in sorted((self.path / "harness").glob("cycle_*"))
-                      if str(int(path.name[6:])) not in state.archive_iterations]
+            later += [path for path in sorted((self.path / "harness").glob("cycle_*")) if path.name[6:].isdigit()
+                      and str(int(path.name[6:])) not in state.archive_iterations]
             later += [path for path in sorted((self.path / "eval").glob("*")) if f"eval/{path.name}" not in evals]
-            later += [path for path in sorted((self.path / "rollouts").glob("step_*"))
-                      if int(path.stem[5:]) > state.weight_step]
-        for path in later:
+            later += [path for path in sorted((self.path / "rollouts").glob("step_*")) if path.stem[5:].isdigit()
+                      and int(path.stem[5:]) > state.weight_step]
+        for path in reversed(later):            # the weights go last: until then, a kill leaves this to be done again
             path.replace(self._aside(path.relative_to(self.path)))
         return [str(path.relative_to(self.path)) for path in later]
 
@@ -157,6 +163,7 @@ class RunDir:
         except UsageError as error:
             raise UsageError(f"{error}. It says what run this is: put it back from a copy, or give this run another "
                              "--name") from None
+        before = {group: values if isinstance(values, dict) else {} for group, values in before.items()}
         changes = [f"  {group} {key}: {before.get(group, {}).get(key)!r} then, {value!r} now"
                    for group, values in identity.items() for key, value in values.items()
                    if before.get(group, {}).get(key) != value]
@@ -228,14 +235,21 @@ class RunDir:
         the last `keep` nor the best's."""
         state, metrics = self.state, read_bytes(self.path / "metrics.jsonl")
         state.metrics_bytes, state.metrics_sha256 = len(metrics), hashlib.sha256(metrics).hexdigest()
+        state.checkpoint_sha256 = self._checkpoint_sha256(state.weight_step)
         folder = self.weights_dir(state.weight_step)
         folder.mkdir(parents=True, exist_ok=True)                   # step 0 has a state and no weights
         for path in (folder / "state.json", self.path / "state.json"):
             write_sealed(path, asdict(state))
         steps = [step for step, _ in self._checkpoints() if 0 < step <= state.weight_step]
         kept = {0, *steps[-self.keep:]} | ({self.best_eval()["weight_step"]} if state.evals else set())
-        for left in set((self.path / "weights").glob("step_*")) - set(map(self.weights_dir, kept)):
-            shutil.rmtree(left)
+        for step, left in self._checkpoints():
+            if step not in kept:
+                shutil.rmtree(left)
+
+    def _checkpoint_sha256(self, step: int) -> str:
+        """Of its trainer.json, which holds the checksums of its other files."""
+        path = self.weights_dir(step) / "trainer.json"
+        return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else ""
 
     def write_summary(self, **facts) -> None:
         """summary.json, rewritten after every phase."""
@@ -259,6 +273,21 @@ class RunDir:
 def best_of(evals: list[dict]) -> dict:
     """The best evaluation: chosen on the test split, as in the paper, or on D_harness (--select harness-set)."""
     return max(evals, key=lambda row: row.get("select_mean", row["mean"]))
+
+
+def refuse_links(run: Path) -> None:
+    """UsageError for a link, a pipe or a device among a run's own files, as somebody else could have put there: what is
+    written or removed by way of one lies elsewhere."""
+    open_ends = [run]
+    while open_ends:
+        folder = open_ends.pop()
+        for path in folder.iterdir():
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                open_ends += [path] * (folder != run or path.name in FOLDERS)
+            elif not stat.S_ISREG(mode):
+                raise UsageError(f"{path} is a link, a pipe or a device, and a run has files and folders of its own. A "
+                                 "run on another disk has its whole --out there")
 
 
 def read_state(path: Path) -> State:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from jail import die_with
 from warden import descendants
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,6 +28,11 @@ class Stopped(KeyboardInterrupt):
 
 def listen() -> None:
     """From here on in this process. Until `can_raise` there is nothing to end in good order."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:                              # closed: what is opened next would be taken for it
+            setattr(sys, name, open(os.devnull, mode))
+    if launcher := os.environ.get("WHALE_LAUNCHER"):                # no rank outlives it, however it ends
+        die_with(int(launcher))
     global is_listening
     is_listening = True
     heard, told = os.pipe()
@@ -68,9 +74,12 @@ def tell(number: int) -> None:
     global was_told
     if not was_told:
         was_told = True
-        shown = "\x1b[?25h" * sys.stderr.isatty()
-        print(f"{shown}run.sh: stopped by {signal.Signals(number).name}; what was finished is on disk, and the same "
-              "command goes on from there", file=sys.stderr, flush=True)
+        try:
+            shown = "\x1b[?25h" * sys.stderr.isatty()
+            print(f"{shown}run.sh: stopped by {signal.Signals(number).name}; what was finished is on disk, and the "
+                  "same command goes on from there", file=sys.stderr, flush=True)
+        except (OSError, ValueError):                               # there is nobody to be told any more
+            pass
 
 
 def end_children() -> None:

@@ -358,7 +358,7 @@ def main() -> None:
         ruleset = None                                  # waived, whether there is one or not
     if ruleset is None and job["landlock"]:
         return tell({"end": "refused", "missing": missing})
-    if why := jail.enter_namespaces(jail.CLONE_NEW_USER_PID) if job["namespaces"] else "not asked for":
+    if why := jail.enter_namespaces(jail.CLONE_NEW_USER_IPC_PID) if job["namespaces"] else "not asked for":
         missing["namespaces"] = why
     report = watch(job, ruleset, not why)
     tell(report | {"missing": missing | ({"mounts": report["mounts"]} if report["mounts"] else {})})

@@ -32,6 +32,7 @@ def test_an_exported_agent_scores_what_the_run_says(finished, tmp_path):
 
 
 def test_in_bf16_it_is_an_ordinary_folder(finished, tmp_path):
+    (tmp_path / "agent.tmp").mkdir()                                # somebody's own
     code, output = call("export", finished, "--out", tmp_path / "agent")
     assert code == 0, output
     ours = load_file(tmp_path / "agent/model.safetensors")
@@ -47,7 +48,7 @@ def test_in_bf16_it_is_an_ordinary_folder(finished, tmp_path):
     assert type(model).__name__ == "Qwen3ForCausalLM" and model.dtype == torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "agent")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(MODEL).chat_template
-    assert (tmp_path / "agent/generation_config.json").exists() and not list(tmp_path.glob("*.tmp"))
+    assert (tmp_path / "agent/generation_config.json").exists() and list(tmp_path.glob("*.tmp")) == [tmp_path / "agent.tmp"]
     assert (tmp_path / "agent/harness.py").read_text() == (finished / "final_harness.py").read_text()
 
 

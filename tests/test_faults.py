@@ -136,6 +136,100 @@ def test_other_files_of_a_finished_run(finished, copied, name, how):
         assert (copied / name).read_bytes() == (finished / name).read_bytes()
 
 
+def test_a_checkpoint_of_another_run_or_step_is_not_taken(finished, halfway, tmp_path):
+    """Whole in itself, put back from the wrong copy."""
+    folder = Path(shutil.copytree(halfway, tmp_path / "run"))
+    for step in ("step_000001", "step_000002"):
+        (folder / "weights" / step).rename(folder / "weights" / f"{step}.aside")
+    (folder / "weights/step_000001.aside").rename(folder / "weights/step_000002")
+    (folder / "weights/step_000002.aside").rename(folder / "weights/step_000001")
+    code, output = go_on(folder)
+    assert code == 0 and "step_000002 is not the checkpoint of" in output and "DAMAGED" in output, output
+    assert end_of(folder) == end_of(finished)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_a_kill_while_things_are_set_aside(finished, halfway, tmp_path, monkeypatch, n):
+    """Until the weights are, it is done again, so that no score of theirs is left."""
+    folder, moved = Path(shutil.copytree(halfway, tmp_path / "run")), []
+    weights = folder / "weights/step_000002/model.safetensors"
+    weights.write_bytes(flip(weights.read_bytes()))
+    (folder / "harness/cycle_01.bak").mkdir()
+    (folder / "rollouts/step_000002 (copy).jsonl").touch()
+    (folder / "weights/step_000001.good").mkdir()
+    replace = Path.replace
+
+    def stop_at(path, target):
+        if "set_aside" in str(target):
+            moved.append(path)
+            if len(moved) > n:
+                raise KeyboardInterrupt
+        return replace(path, target)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", stop_at)
+        assert go_on(folder)[0] == 130
+    assert go_on(folder)[0] == 0 and end_of(folder) == end_of(finished)
+    assert all((folder / "set_aside" / name).exists() for name in ("weights/step_000002", "harness/cycle_01", "rollouts/step_000002.jsonl"))
+    assert (folder / "weights/step_000001.good").is_dir() and (folder / "harness/cycle_01.bak").is_dir()
+
+
+# ---- directories that others made ------------------------------------------------------------------------------------
+
+
+def test_what_only_cannot_be_read_is_not_damaged(halfway, tmp_path, monkeypatch):
+    """Another user, a file server that is away: nothing is set aside, and when it is back the run goes on."""
+    folder = Path(shutil.copytree(halfway, tmp_path / "run"))
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    with monkeypatch.context() as away:
+        away.setattr("rft._sha256", lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied", str(path))))
+        code, output = go_on(folder)
+    assert code == 2 and "cannot be read: Permission denied" in output and "DAMAGED" not in output
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_a_folder_that_is_another_runs_keeps_what_is_in_it(copied):
+    others = [copied / "notes" / "thesis.docx.tmp", copied / "state.json.note.tmp"]
+    others[0].parent.mkdir()
+    for path in others:
+        path.write_text("mine")
+    (copied / "half.json.123.tmp").write_text("{")
+    assert go_on(copied, "--seed", 9)[0] == 2 and (copied / "half.json.123.tmp").exists()
+    assert go_on(copied)[0] == 0 and not (copied / "half.json.123.tmp").exists() and all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "log.txt", "weights", "weights/step_000001", "eval", "final_harness.py", "pipe"])
+def test_a_link_in_a_run_directory_is_refused(copied, tmp_path, name):
+    """Nothing is written, removed or shown by way of it."""
+    victim = tmp_path / "victim"
+    if (copied / name).is_dir():
+        shutil.move(copied / name, victim)
+    else:
+        victim.write_text("mine")
+        (copied / name).unlink(missing_ok=True)
+    before = {path: path.read_bytes() for path in [victim, *victim.rglob("*")] if path.is_file()}
+    os.mkfifo(copied / name) if name == "pipe" else (copied / name).symlink_to(victim)
+    for command in (["math", *SMALL, "--out", tmp_path, "--name", "run"], ["report", copied], ["export", copied, "--out", tmp_path / "out"]):
+        code, output = call(*command)
+        assert code == 2 and str(copied / name) in output and "is a link, a pipe or a device" in output, output
+    assert {path: path.read_bytes() for path in [victim, *victim.rglob("*")] if path.is_file()} == before
+
+
+def test_no_record_leads_out_of_a_run(copied, tmp_path):
+    (tmp_path / "secret").write_text('"canary-77"\n')
+    edit(copied / "summary.json", final_harness="../secret")
+    assert call("report", copied)[0] == 0 and "canary-77" not in (copied / "report.html").read_text()
+    history = next(copied.glob("harness/*/history.jsonl"))
+    whole = history.read_text()
+    history.write_text(whole.replace('"name": "h1"', '"name": "../../../secret"'))
+    code, output = call("report", copied)
+    assert code == 2 and "'../../../secret' lies outside" in output, output
+    history.write_text(whole)
+    edit(copied / "state.json", evals=[row | {"traces": "../secret"} for row in read_sealed(copied / "state.json")["evals"]])
+    code, output = call("report", copied)
+    assert code == 2 and "'../secret' lies outside" in output, output
+
+
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 # the real program, with one thing changed before it begins: what the environment's PLANT says
@@ -468,3 +562,21 @@ def test_an_engine_that_fails_in_a_run_is_a_sentence(finished, tmp_path, monkeyp
         code, output = go_on(tmp_path / "run")
     assert code == 1 and "Traceback" not in output and "the same command goes on" in output.lower(), output
     assert read_sealed(tmp_path / "run/state.json")["weight_step"] == 1
+
+
+def test_nobody_is_left_to_be_told(tmp_path):
+    """The terminal is gone, and something swallows the exception: the process ends all the same. And without any stream."""
+    code = ("import os, sys, time, stop; stop.listen(); stop.can_raise = True; told = False\n"
+            "while True:\n  try:\n    told = told or print('here', flush=True) or True; time.sleep(99)\n  except BaseException: pass")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    done = subprocess.run(["bash", "-c", f"exec {sys.executable} cli.py verify math --reply-file {tmp_path}/reply --reference 3 <&- >&- 2>&-"],
+                          cwd=ROOT, capture_output=True)
+    assert done.returncode == 2
+    (tmp_path / "reply").write_text("\\boxed{3}")
+    done = subprocess.run(["bash", "-c", f"exec {sys.executable} cli.py verify math --reply-file {tmp_path}/reply --reference 3 <&- >&-"],
+                          cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from config import ROOT
 from on_ranks import N_STEPS, STEPS, stats_of
+from ranks import launch as launch_here
 from rft import Trainer, split_by_load
 from small import SMALL, call, rows, start
 from test_rft import batch, flat, make_tokenizer, qwen3, qwen3_5
@@ -307,3 +308,12 @@ def run_stand_ins(folder: Path, script: str, words: str, environment: dict[str, 
     inherited = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "WHALE_RANKS", "NNODES")}
     return subprocess.run(["bash", str(folder / script), *words.split()], capture_output=True, text=True, env={
         **inherited, "WHALE_PYTHON": sys.executable, "WHALE_ENVS": f"{folder}/envs", "PATH": f"{folder}/bin:{os.environ['PATH']}", **environment})
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    """nohup: torchrun would listen all the same."""
+    heard = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: heard.append(args.signals_to_handle))
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+    assert launch_here(["--nproc-per-node", "2", "program.py"]) == 0
+    assert heard == ["SIGTERM,SIGINT,SIGQUIT"]

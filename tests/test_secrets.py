@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -407,8 +408,7 @@ def test_a_secret_is_blotted_out_however_it_comes_in_pieces(planted, monkeypatch
     for size in (1, 2, 3, 7, 30, 1000):
         blotter = Blotter(keys.blots(os.environ))
         pieces = [blotter.take(said.encode()[at:at + size]) for at in range(0, len(said), size)]
-        whole = b"".join(pieces) + blotter.rest
-        assert found_in(whole) == set() and b"my-pass-word" not in whole
+        assert b"".join(pieces) + blotter.take(b"", is_last=True) == clean.encode()
     assert Blotter(keys.blots(os.environ)).take(b"what holds no beginning of one is not held back\n").endswith(b"back\n")
     left = keys.without_secrets(os.environ)
     assert not left.keys() & {*KEYS, "PROXY_URL", "SOME_KEY"} and left["TOKENIZERS_PARALLELISM"] == "false-false" and "PATH" in left
@@ -555,6 +555,34 @@ def test_code_of_a_model_runs_only_where_a_flag_says_so(tmp_path, sentinel):
                           capture_output=True, timeout=600, env=os.environ | {"HF_HOME": str(tmp_path / "hf")})
     assert done.returncode == 0 and sentinel.exists(), done.stderr
     assert "--trust-remote-code true: code that comes with" in done.stderr
+
+
+def test_a_crash_leaves_no_key_in_a_core_file():
+    code = "import keys, resource; keys.leave_no_core(); print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
+    for environment, limit in (({"WHALE_JUDGE_KEY": "canary-canary"}, "0\n"), ({}, f"{resource.getrlimit(resource.RLIMIT_CORE)[1]}\n")):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2))
+        assert done.stdout == limit
+    assert "__main__\":\n    leave_no_core()\n" in (ROOT / "cli.py").read_text()
+
+
+def test_nothing_of_the_current_directory_is_run(tmp_path, sentinel):
+    """run.sh with the keys in the environment, in a folder that somebody else filled; and a matplotlibrc there."""
+    hostile, project = tmp_path / "hostile", tmp_path / "project"
+    hostile.mkdir()
+    project.mkdir()
+    for name in ("venv", "pip", "ensurepip", "stop", "json", "sitecustomize", "matplotlib"):
+        (hostile / f"{name}.py").write_text(f"open({str(sentinel)!r}, 'w')")
+    shutil.copy(ROOT / "run.sh", project)
+    (project / "requirements.txt").write_text("")
+    (project / "cli.py").write_text("print('the end')")
+    done = subprocess.run(["bash", project / "run.sh", "math"], cwd=hostile, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("the end\n") and not sentinel.exists(), done.stdout + done.stderr
+    (hostile / "matplotlib.py").unlink()
+    (hostile / "matplotlibrc").write_text("text.usetex: True\n")
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; import plots; print(plots.matplotlib.rcParams['text.usetex'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=hostile, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n" and not sentinel.exists()
 
 
 def test_a_strangers_run_does_not_say_what_is_trusted(tmp_path, sentinel, finished):
