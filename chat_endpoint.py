@@ -9,11 +9,9 @@ blotted out of what comes back. What a server does not take (`tools`, `seed`) is
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
 import requests
@@ -23,6 +21,7 @@ from agent_tools import clean, tool_schemas
 from keys import check_url, is_loopback, read_key, redact_bytes
 from files import UsageError
 from sessions import ProposerConfig, price_of
+from wire import Session, TooMuch
 
 KEY = "WHALE_PROPOSER_KEY"
 N_TRIES = 5                     # of a call
@@ -142,33 +141,20 @@ class Endpoint:
         raise CallFailed(f"no reply in {n_tries} tries; the last: {words}", "transient", status)
 
     def _send(self, method: str, path: str, body: dict | None, limit_s: float) -> tuple[int, str, bytes]:
-        """-> status, Retry-After, content; status 0 and why, where no whole answer came in time. In a thread of its
-        own, which is left behind if it does not end: no timeout of a socket ends a server that drips its headers."""
-        answer, give_up, key = SimpleQueue(), time.monotonic() + limit_s, os.environ.get(KEY, "")
+        """-> status, Retry-After, content; status 0 and why, where no whole answer came in time."""
+        key = os.environ.get(KEY, "")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-
-        def work() -> None:
-            content, session = bytearray(), requests.Session()
-            session.trust_env = not self.is_loopback            # a proxy is no way to this machine
-            try:
-                with session, session.request(                  # the key as auth, else ~/.netrc would replace it
-                        method, self.url + path, json=body, timeout=limit_s, stream=True, allow_redirects=False,
-                        auth=lambda request: request.headers.update(headers) or request) as response:
-                    for part in response.raw.stream(65536, decode_content=False):
-                        content += part
-                        if len(content) > MAX_BODY_BYTES or time.monotonic() > give_up:
-                            return answer.put((0, "", b"too much or too slow"))
-                    asked = response.headers.get("Retry-After", "")
-                answer.put((response.status_code, asked, redact_bytes(bytes(content))))
-            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                # not the error's own text: it may hold what a header or a proxy's address holds
-                answer.put((0, "", f"{type(error).__name__}; is the server there?".encode()))
-
-        threading.Thread(target=work, daemon=True).start()
         try:
-            return answer.get(timeout=limit_s)
-        except Empty:
-            return 0, "", f"no whole answer within {limit_s:.3g} s".encode()
+            with Session(trust_env=not self.is_loopback) as session:    # a proxy is no way to this machine
+                response, content = session.exchange(   # the key as auth, else ~/.netrc would replace it
+                    method, self.url + path, limit_s, MAX_BODY_BYTES, json=body,
+                    auth=lambda request: request.headers.update(headers) or request)
+            return response.status_code, response.headers.get("Retry-After", ""), redact_bytes(content)
+        except (TooMuch, TimeoutError) as error:
+            return 0, "", str(error).encode()
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            # not the error's own text: it may hold what a header or a proxy's address holds
+            return 0, "", f"{type(error).__name__}; is the server there?".encode()
 
 
 def check_settings_api(settings: ProposerConfig) -> ProposerConfig:

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
+from sys import getsizeof
 
 import chess_game
 import math_answer
@@ -23,7 +24,8 @@ from tasks import DataError, Row, Task, ToolUse, Verdict, load_tasks, read_rows
 
 
 ROOT = Path(__file__).resolve().parent
-MAX_FOUND = 20_000          # searches that are remembered
+MAX_FOUND, MAX_FOUND_BYTES = 20_000, 256 << 20      # searches that are remembered, and the bytes that they found
+MAX_TITLE_CHARS = 1000
 
 
 class Env(ABC):
@@ -160,6 +162,7 @@ class SearchEnv(Env):
             refuse_special(self.spec)
             self.files[0].open().close()
         self.found: dict[tuple[int, str], list] = {}    # (topk, query) -> documents: the samples of a task ask the same
+        self.n_found_bytes = 0
 
     def read(self, row: Row, stem: str) -> Task:
         """One row of Search-R1's, FlashRAG's, NQ-open, TriviaQA, PopQA, HotpotQA, 2Wiki, MuSiQue or Bamboogle files."""
@@ -190,8 +193,9 @@ class SearchEnv(Env):
 
     def use_tools(self, uses: list[ToolUse], tokenizer) -> list[dict]:
         self.retriever = self.retriever or open_retriever(self.spec)
-        if len(self.found) > MAX_FOUND:
+        if len(self.found) > MAX_FOUND or self.n_found_bytes > MAX_FOUND_BYTES:
             self.found.clear()
+            self.n_found_bytes = 0
         new = {(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys()
         self.found |= {key: [] for key in new if not key[1].strip()}                    # nobody is asked for nothing
         new = sorted(new - self.found.keys())
@@ -202,6 +206,7 @@ class SearchEnv(Env):
             except RetrieverDown as error:
                 return [{"infra": f"retriever: {error}"}] * len(uses)
             self.found |= {(topk, query): found for query, found in zip(queries, results, strict=True)}
+            self.n_found_bytes += sum(getsizeof(d.text) + getsizeof(d.title) for found in results for d in found)
         return [self._show(use, tokenizer) for use in uses]
 
     def _show(self, use: ToolUse, tokenizer) -> dict:
@@ -209,7 +214,8 @@ class SearchEnv(Env):
         documents = []
         for found in self.found[use.request["topk"], use.request["query"]]:
             text = cut_text(found.text, use.request["max_tokens"], tokenizer)
-            documents.append({"title": found.title, "text": text + " ..." * (text != found.text)})
+            title = found.title[:MAX_TITLE_CHARS] + " ..." * (len(found.title) > MAX_TITLE_CHARS)
+            documents.append({"title": title, "text": text + " ..." * (text != found.text)})
         output = "\n".join(f"[{i}] {d['title']}: {d['text']}" for i, d in enumerate(documents, start=1))
         use.state.extend([passage for document in documents for passage in document.values()] or [""])     # a search
         return {"output": output or "No passage found.", "ok": bool(documents), "details": {"documents": documents}}

@@ -27,6 +27,8 @@ from urllib.parse import urlsplit
 from keys import check_url
 from search_index import (
     Bm25Index, Document, E5Index, Hits, Index, RetrieverError, parse_json, pin_e5, read_document, require)
+from tasks import MAX_TOKEN_CHARS
+from wire import ends_within
 
 MAX_BATCH = 1024                # queries that are searched together
 MAX_BODY, MAX_QUERIES, MAX_TOPK, MAX_DOCUMENTS = 8 << 20, 1024, 1000, 1 << 16           # of a request
@@ -81,7 +83,12 @@ def load_tokenizer(name: str):
 
 
 def cut_text(text: str, n_tok: int, tokenizer=None) -> str:
-    """The first n_tok tokens, or words where there is no tokenizer; never re-worded, only shorter."""
+    """The first n_tok tokens, or words where there is no tokenizer; never re-worded, only shorter. Of a passage of
+    megabytes no more is tokenised, nor returned, than n_tok of the longest could need."""
+    n_chars = MAX_TOKEN_CHARS * n_tok + 1024
+    if len(text) > n_chars:
+        space = text.rfind(" ", n_chars // 2, n_chars)                          # better not within a word
+        text = text[:space if space > 0 else n_chars]
     if tokenizer is None:
         spans = [word.span() for word in re.finditer(r"\S+", text)]
     else:
@@ -233,17 +240,18 @@ class RemoteRetriever:
 
     def _post(self, url: str, queries: list[str], topk: int) -> list[list[Document]]:
         body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}, ensure_ascii=False)
-        place, deadline, answer = urlsplit(url), time.monotonic() + self.timeout_s, bytearray()
+        place, answer, sockets = urlsplit(url), bytearray(), []
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-        with closing(kind(place.netloc, timeout=self.timeout_s)) as connection:     # no proxies, no redirects
+        with (closing(kind(place.netloc, timeout=self.timeout_s)) as connection,    # no proxies, no redirects
+              ends_within(self.timeout_s, sockets)):
+            connection.connect()
+            sockets.append(connection.sock)
             connection.request("POST", f"{place.path}/retrieve", body.encode("utf-8", "replace"),
                                {"Content-Type": "application/json"})
             response = connection.getresponse()
             while part := response.read1(1 << 16):
                 answer += part
                 require(len(answer) <= MAX_ANSWER, f"the answer has more than {MAX_ANSWER} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer in {self.timeout_s} s")
         if 400 <= response.status < 500:        # our mistake: another try would not mend it
             raise RetrieverDown(f"{url} refuses the request with status {response.status}: {bytes(answer[:300])!r}")
         require(response.status == 200, f"status {response.status}: {bytes(answer[:300])!r}")

@@ -28,12 +28,13 @@ from jinja2 import TemplateError
 
 from engine import Completion, SamplingParams
 from harness_api import is_plain
-from tasks import Task, ToolUse, Verdict
+from tasks import MAX_TOKEN_CHARS, Task, ToolUse, Verdict
 from sandbox import Event, Limits, Programs, Sandbox, ToolResult
 
 PROGRAM_STEPS = 1       # engine steps between a result and the program's next request
 TOOL_STEPS = 2          # engine steps between a tool request and its result
 MAX_TOOL_CALLS = 32     # a rollout; a model that prints a hundred calls in one reply gets no further
+MAX_PROMPT_CHARS = 8 << 20      # that a template may add to its messages; less where the context is small
 MAX_TRACE_BYTES = 16 << 20      # of a rollout's requests and results as JSON, whatever the model's context
 INFRA_TRIES = 3
 N_GRADERS = 8           # threads that verify: a verifier may ask a judge over the network
@@ -241,8 +242,8 @@ def remember_short(function: Callable[..., object]) -> Callable[..., object]:
 class Prompter:
     """Chat messages -> prompt ids, through the model's own template. Sampled text is never tokenised again."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, max_len: int = 1 << 20):
+        self.tokenizer, self.max_chars = tokenizer, min(MAX_TOKEN_CHARS * max_len, MAX_PROMPT_CHARS)
         self.plain = tokenizer.chat_template is None
         self.template = PLAIN_TEMPLATE if self.plain else tokenizer.chat_template
         special = set(tokenizer.all_special_tokens) | {
@@ -263,9 +264,12 @@ class Prompter:
         return value
 
     def _render(self, messages: str, tools: str) -> str:
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             json.loads(messages), tools=json.loads(tools), chat_template=self.template, tokenize=False,
             add_generation_prompt=True)
+        if len(text) > self.max_chars + 4 * (len(messages) + len(tools)):           # not to be kept, nor encoded
+            raise ValueError(f"it makes {len(text):,} characters of them")
+        return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -340,7 +344,7 @@ class Batch:
         self.engine, self.env, self.sandbox, self.source = engine, env, sandbox, source
         self.seed, self.cfg, self.on_finish = seed, cfg, on_finish
         self.sha = hashlib.sha256(source.encode()).hexdigest()
-        self.prompter = Prompter(engine.tokenizer)
+        self.prompter = Prompter(engine.tokenizer, engine.max_len)
         self.max_bytes = max_trace_bytes(cfg.max_calls, engine.max_len)
 
     def run(self, wanted: list[tuple[Task, int]]) -> list[Trace]:
@@ -427,7 +431,7 @@ class Batch:
         try:
             text, ids = self.prompter.prompt(request, live.text, live.ids)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
-                RecursionError) as error:               # the template is the model's, whatever that does
+                RecursionError, MemoryError) as error:  # the template is the model's, whatever that does
             return self._end(program, "error", f"the chat template refused the messages: {error}")
         if not ids:
             return self._end(program, "error", "an empty prompt")

@@ -245,23 +245,22 @@ class Judge:
 
     def _ask(self, case: str) -> bool | None:
         import requests  # only here: exact match does not need it
-        deadline, reply, session = time.monotonic() + self.timeout_s, bytearray(), requests.Session()
-        session.trust_env = not self.is_loopback        # a proxy is no way to this machine
+        from urllib3.exceptions import HTTPError
+
+        from wire import Session
         body = {"model": self.model, "temperature": 0, "seed": 0, "max_tokens": self.max_tokens, "messages": [
             {"role": "system", "content": JUDGE_PROMPT}, {"role": "user", "content": case}]}
         try:
-            with session, session.post(         # the key as auth, else ~/.netrc would replace it
-                    self.endpoint, json=body, timeout=self.timeout_s, stream=True, allow_redirects=False,
-                    auth=lambda request: request.headers.update(self._headers) or request) as response:
-                for byte in response.iter_content(1):   # one at a time: the deadline holds for a reply that drips
-                    reply += byte
-                    if len(reply) > MAX_JUDGE_BYTES or time.monotonic() > deadline:
-                        raise ValueError("too long or too slow")
+            with Session(trust_env=not self.is_loopback) as session:    # a proxy is no way to this machine
+                response, reply = session.exchange(     # the key as auth, else ~/.netrc would replace it
+                    "POST", self.endpoint, self.timeout_s, MAX_JUDGE_BYTES, json=body,
+                    auth=lambda request: request.headers.update(self._headers) or request)
             is_ok = response.status_code == 200
             verdict = read_verdict(json.loads(reply)["choices"][0]["message"]["content"]) if is_ok else None
             self.last_error = f"no verdict, HTTP status {response.status_code}" if verdict is None else ""
             return verdict
-        except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (requests.RequestException, HTTPError, OSError, ValueError, LookupError, TypeError, AttributeError,
+                RecursionError) as error:
             self.last_error = type(error).__name__      # not its text, which may hold the key or the server's words
             return None
 

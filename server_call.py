@@ -6,7 +6,6 @@
 import json
 import re
 import threading
-import time
 from urllib.parse import urlsplit
 
 import requests
@@ -14,6 +13,8 @@ from urllib3.exceptions import HTTPError
 
 from engine import EngineDied, ModelError
 from keys import check_url, read_key, redact, redact_bytes
+from tasks import MAX_TOKEN_CHARS
+from wire import Session
 
 KEY = "WHALE_ENGINE_KEY"
 ANSWER_S = 60           # to answer, where the caller names no limit
@@ -39,6 +40,13 @@ class ServerRefused(EngineDied):
         self.status, self.answer = status, answer
 
 
+def check_length(url: str, text: str, max_tok: int) -> None:
+    """ServerFailed where the text cannot be of so few tokens. It is yet to be tokenised, and to be kept."""
+    if len(text) > MAX_TOKEN_CHARS * max_tok + 1024:
+        raise ServerFailed(f"{url} answered with {len(text)} characters where {max_tok} tokens were asked for: it does "
+                           "not keep to max_tokens; leave it out of --urls")
+
+
 def read_urls(urls: str) -> list[str]:
     """Each once, without the /v1 that it may end in. ModelError if one is no server's, or if it holds a secret."""
     bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls.split(",") if url.strip()]
@@ -50,16 +58,6 @@ def read_urls(urls: str) -> list[str]:
     if not bases:
         raise ModelError("--engine server needs --urls URL,URL")
     return list(dict.fromkeys(bases))
-
-
-def read_within(response: requests.Response, limit_s: float) -> bytes:
-    """The whole answer. ValueError if it is too long, or still comes when the time is up: a server may drip."""
-    content, give_up = bytearray(), time.monotonic() + limit_s
-    while part := response.raw.read1(1 << 16, decode_content=True):
-        content += part
-        if len(content) > MAX_ANSWER_BYTES or time.monotonic() > give_up:
-            raise ValueError("too much or too slow")
-    return bytes(content)
 
 
 class Client:
@@ -75,20 +73,23 @@ class Client:
     def call(self, url: str, method: str, path: str, body: dict | None = None, limit_s: float | None = None) -> dict:
         """The JSON object of the answer. ServerRefused or ServerFailed if there is none."""
         if not hasattr(self.local, "session"):
-            self.local.session = requests.Session()
-            self.local.session.trust_env = False
+            self.local.session = Session(trust_env=False)
             self.local.session.headers.update({"Authorization": f"Bearer {self.key}"} if self.key else {})
         if re.search(r"/v\d", urlsplit(url).path):
             path = path.removeprefix("/v1")     # the URL ends in a version of its own: /v1beta/openai
         limit_s = limit_s or ANSWER_S
         try:
-            with self.local.session.request(method, url + path, json=body, timeout=(10, limit_s), stream=True,
-                                            allow_redirects=False) as response:
-                content = redact_bytes(read_within(response, limit_s))          # some servers say the key in it
-            if response.status_code != 200:
-                raise self._failure(url + path, response, content.decode("utf-8", "replace"))
+            response, content = self.local.session.exchange(method, url + path, limit_s, MAX_ANSWER_BYTES, json=body)
+        except (requests.RequestException, HTTPError, OSError, ValueError) as error:
+            self.local.session.close()
+            del self.local.session
+            raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
+        content = redact_bytes(content)                         # some servers say the key in it
+        if response.status_code != 200:
+            raise self._failure(url + path, response, content.decode("utf-8", "replace"))
+        try:
             answer = json.loads(content) if content else {}
-        except (requests.RequestException, HTTPError, OSError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
         if not isinstance(answer, dict):
             raise ServerFailed(f"{url}{path} answered no JSON object")

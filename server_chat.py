@@ -24,7 +24,8 @@ from functools import lru_cache
 from transformers import BatchEncoding
 
 from engine import Completion, SamplingParams
-from server_call import ServerFailed, ServerRefused
+from server_call import ServerFailed, ServerRefused, check_length
+from tasks import MAX_TOKEN_CHARS
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 # defused in what a harness sends, as a model's own turn tokens are where its tokenizer is known
@@ -123,7 +124,7 @@ class Chat:
                 elif not self._adapt(url, body, error):
                     raise
             else:
-                return self._read(url, id, prompt_ids, answer)
+                return self._read(url, id, prompt_ids, n_tok, answer)
 
     def _body(self, manners: Manners, model: str, messages: list[dict], tools: list[dict] | None,
               params: SamplingParams, n_tok: int) -> dict:
@@ -169,7 +170,7 @@ class Chat:
             self.note(f"{url} does not take {', '.join(sorted(named))}: left out")
         return bool(named)
 
-    def _read(self, url: str, id: Hashable, prompt_ids: list[int], answer: dict) -> Completion:
+    def _read(self, url: str, id: Hashable, prompt_ids: list[int], n_tok: int, answer: dict) -> Completion:
         try:
             (choice,) = answer["choices"]
             text, finish = text_of(choice["message"]).encode("utf-8", "replace").decode(), choice["finish_reason"]
@@ -179,13 +180,16 @@ class Chat:
             raise ServerFailed(f"{url} ended a request with {finish!r}")
         if finish == "content_filter":
             self.note(f"{url} cuts some replies by a filter of its own; they count as cut short")
+        check_length(url, text, n_tok)
         cut = finish in ("length", "content_filter")
         ids = self.tokenizer(text).input_ids + [self.tokenizer.eos_token_id] * (not cut)
         usage = answer.get("usage") if isinstance(answer.get("usage"), dict) else {}
         counts = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
-        if not all(type(count) is int and 0 <= count < 10**9 for count in counts):
-            self.note(f"{url} does not say how many tokens it used: they are estimated from the text")
-            counts = [len(prompt_ids), len(ids)]
+        if not all(type(count) is int and 0 <= count < 10**9 for count in counts) \
+                or not len(text) / MAX_TOKEN_CHARS <= counts[1] <= n_tok:
+            self.note(f"{url} does not always say how many tokens it used, or not what can be: they are estimated from "
+                      "the text")
+            counts = [len(prompt_ids), min(len(ids), n_tok)]
         return Completion(id, ids, "length" if cut else "stop", tuple(counts))
 
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from engine import (
     Completion, EngineDied, Model, ModelError, SamplingParams, cast, check_names, digest, find_tokenizer,
     load_generation_config, load_model, load_tokenizer, locate, stop_ids_of, untied_weights, write_weights)
-from server_call import N_SHOWN, Client, ServerFailed, ServerRefused, read_urls
+from server_call import N_SHOWN, Client, ServerFailed, ServerRefused, check_length, read_urls
 from server_chat import Chat
 from vllm_engine import EMBEDDING, HEAD, POLL_S, sampling_of
 
@@ -356,7 +356,11 @@ class ServerEngine:
             text, finish = choice["text"].encode("utf-8", "replace").decode(), choice["finish_reason"]
         except (LookupError, TypeError, ValueError, AttributeError):
             raise ServerFailed(f"{server.url} answered {str(answer)[:N_SHOWN]}") from None
+        check_length(server.url, text, params.max_tokens)
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) > 4 * params.max_tokens + 16:       # a byte that is no text comes back as a mark of three
+            raise ServerFailed(f"{server.url} answered with {len(ids)} tokens where {params.max_tokens} were asked "
+                               "for: it does not keep to max_tokens; leave it out of --urls")
         ends = finish == "stop" and not any(stop in text for stop in params.stop)
         return Completion(id, ids + [self.tokenizer.eos_token_id] * ends, "stop" if finish == "stop" else "length")
 

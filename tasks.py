@@ -21,6 +21,8 @@ from files import refuse_special
 
 log = logging.getLogger("whale")
 
+MAX_LINE_CHARS, MAX_JSON_CHARS = 64 << 20, 2 << 30      # of a row, and of a .json file, which is read whole
+MAX_TOKEN_CHARS = 64    # of a token, on average over a text: rows of one mark are among the longest
 KINDS, PACKINGS = (".jsonl", ".json", ".csv", ".parquet"), (".gz", ".zst")
 
 
@@ -124,19 +126,30 @@ def _read_cells(path: Path) -> Iterator[tuple[str, object]]:
         return
     with _open_text(path) as file:
         if kind == ".csv":
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(_lines(file, path))
             if len(set(reader.fieldnames or ())) < len(reader.fieldnames or ()):
                 raise DataError(f"{path}, line 1: names a column twice")
             yield from ((f"line {reader.line_num}", row) for row in reader)
         elif kind == ".json":
-            rows = _parse_json(file.read(), str(path))
+            text = file.read(MAX_JSON_CHARS + 1)
+            if len(text) > MAX_JSON_CHARS:
+                raise DataError(f"{path}: is longer than {MAX_JSON_CHARS >> 20} MiB; make it jsonl, a line a row")
+            rows = _parse_json(text, str(path))
             if not isinstance(rows, list):
                 raise DataError(f"{path}: must hold a list of rows, not {type(rows).__name__}")
             yield from ((f"row {n}", row) for n, row in enumerate(rows, start=1))
         else:
-            for n, line in enumerate(file, start=1):
+            for n, line in enumerate(_lines(file, path), start=1):
                 if line.strip():
                     yield f"line {n}", _parse_json(line, f"{path}, line {n}")
+
+
+def _lines(file: io.TextIOBase, path: Path) -> Iterator[str]:
+    """The lines, none of which fills the memory: a packed file of megabytes may hold one of gigabytes."""
+    for n, line in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), start=1):
+        if len(line) > MAX_LINE_CHARS:
+            raise DataError(f"{path}, line {n}: is longer than {MAX_LINE_CHARS >> 20} MiB; a row is one line")
+        yield line
 
 
 def _open_text(path: Path) -> io.TextIOBase:
@@ -171,7 +184,7 @@ class _ZstdFile(io.RawIOBase):
             raise DataError(f"{path}: needs a library that is not installed: pip install zstandard==0.25.0") from None
         frame = None                                    # a file may hold several frames, one after the other
         with open(path, "rb") as file:
-            while packed := file.read(1 << 16):
+            while packed := file.read(1 << 10):         # these may unpack to thirty thousand times as many bytes
                 while packed:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
                     try:

@@ -19,6 +19,7 @@ from dataclasses import asdict, fields, replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -34,6 +35,7 @@ import rollout
 import search_answer
 import server_call
 import whale
+import wire
 from compare import write_comparison
 from config import ROOT, Config, load_split, load_splits, make_env
 from costs import describe, plan_search
@@ -790,24 +792,9 @@ def test_a_judges_answer_is_a_verdict_or_none(scripted_judge, content):
 
 @pytest.fixture(scope="module")
 def scripted_judge():
-    import requests
-
     judge, box = search_answer.Judge("http://127.0.0.1:1", "m"), [b""]
-
-    class Response:
-        status_code = 200
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def iter_content(self, n):
-            return (box[0][i:i + 1] for i in range(len(box[0])))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests.Session, "post", lambda self, *args, **kwargs: Response())
+        patch.setattr(wire.Session, "exchange", lambda self, *args, **kwargs: (SimpleNamespace(status_code=200), box[0]))
         yield judge, box
 
 
