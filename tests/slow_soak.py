@@ -8,8 +8,10 @@ What is watched, of the process and of all below it: memory (PSS), open files, t
 the temporary folder and in /dev/shm; the run directory and its checkpoints. The first cycle is warm-up: the caches of
 model and tokenizer fill, and the second evaluation is the first that makes a page with figures. Of the rest,
 
-    memory       its peak a cycle: the median of the last third is not above that of the middle one by 24 MiB, and the
-                 straight line through both thirds rises by less than 48 MiB
+    memory       its peak a cycle: the highest of the last third is not above that of the middle one by 32 MiB, and the
+                 median by no tenth. (Peaks differ with what is sampled, and the allocator keeps what was freed: of 732 MiB
+                 after five cycles of search, malloc_trim gave 168 back, while Python's own blocks grew by 0.2 % a cycle,
+                 by caches that have a limit)
     files ...    open files, threads and processes: the least of a cycle, what is left when nothing is at work, in the last
                  third no higher than in the middle one
     files made   none in the temporary folder or /dev/shm that outlives the run, and no more of them later than before
@@ -190,7 +192,7 @@ def test_a_soak_is_flat(domain, tmp_path):
     assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell: a longer WHALE_SOAK_S"
     for name in ("pss_own", "pss"):
         middle, last = thirds(cycles, name)
-        assert statistics.median(last) <= statistics.median(middle) + 24 and rise(cycles, name) < 48, name
+        assert max(last) <= max(middle) + 32 and statistics.median(last) <= 1.1 * statistics.median(middle), name
     for name in ("n_files", "n_threads", "n_processes", "n_temporary"):
         middle, last = thirds(cycles, name)
         assert max(last) <= max(middle), name
