@@ -42,3 +42,13 @@ def test_results_are_whole(domain):
         final = sum(arm["final"]["mean"] for arm in arms if arm["label"] == label) / 3
         assert re.search(rf"\| {domain} \| {label} \| 3 \|[^\n]* {final:.3f} \|", README)
     assert f"results/{domain}/curves.png" in README or domain != "math"
+
+
+def test_the_tests_that_are_named_exist():
+    """SECURITY.md says where each promise is tried; a name alone is of the file that it says beside the table."""
+    text = (ROOT / "SECURITY.md").read_text()
+    named = re.findall(r"`(tests/\w+\.py)?(?:::(\w+))?`", text)
+    named = [(path or "tests/test_secrets.py", name) for path, name in named if path or name]
+    assert len(named) > 30
+    for path, name in named:
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), (path, name)
