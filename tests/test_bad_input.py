@@ -584,6 +584,7 @@ def begin(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(cli, "build_parser", parser)
     monkeypatch.setattr(whale, "code_version", lambda: "a test")
     monkeypatch.setattr(config, "hash_model", lambda model: "")
+    monkeypatch.setattr(config, "find_commit", lambda name, revision, ask_hub: "")         # no test asks the hub
     monkeypatch.setattr(config, "hash_tasks", lambda tasks: "")
     monkeypatch.setattr(whale, "load_splits", load)
     return run
