@@ -217,8 +217,8 @@ def parse_tool_calls(content: str, limit: int = MAX_TOOL_CALLS) -> list[dict]:
             call = json.loads(block)
         except (ValueError, RecursionError):
             continue
-        if isinstance(call, dict) and isinstance(call.get("name"), str) and is_plain(call.get("arguments")) \
-                and isinstance(call["arguments"], dict):
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict) \
+                and is_plain(call["arguments"]):
             calls.append({"name": call["name"], "arguments": call["arguments"]})
     return calls
 

@@ -347,3 +347,9 @@ def test_an_inexact_engine_samples_on_while_a_tool_is_late(sandbox, tasks):
     traces = run(engine, ENV, sandbox, H0, tasks[:2], 1, (0,), CFG, lambda trace: finished.append((trace.task_id, engine.n_steps)))
     assert [task_id for task_id, _ in finished] == [tasks[1].id, tasks[0].id] and finished[1][1] - finished[0][1] > 20
     assert [trace.status for trace in traces] == ["ok", "ok"] and all(len(trace.calls) == 2 for trace in traces)
+
+
+@pytest.mark.parametrize("call", ['{"name": "python"}', '{"arguments": {}}', "{}", "[]", "null", '{"name": "python", "arguments": null}',
+                                  '{"name": null, "arguments": {}}', '{"name": "python", "arguments": []}'])
+def test_half_a_call_is_none(call):
+    assert parse_tool_calls(f"<tool_call>\n{call}\n</tool_call>") == []
