@@ -18,7 +18,7 @@ import pytest
 
 import agent_cmd
 import jail
-import rundir
+import files
 import sessions
 import test_harness_search as small
 import warden
@@ -497,7 +497,7 @@ warden.main()
 def has_namespaces() -> bool:
     pid = os.fork()
     if pid == 0:
-        os._exit(bool(jail.enter_namespaces(jail.CLONE_NEW_USER_PID)))
+        os._exit(bool(jail.enter_namespaces(jail.CLONE_NEW_USER_IPC_PID)))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -820,7 +820,7 @@ def test_killed_in_the_middle_of_a_session(tmp_path, engine, sandbox, begun):
 
 
 def test_fingerprint(tmp_path, monkeypatch):
-    monkeypatch.setattr(rundir, "BIG_BYTES", 100)
+    monkeypatch.setattr(files, "BIG_BYTES", 100)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "small").write_text("x")
     (tmp_path / "a" / "big").write_text("x" * 200)
