@@ -12,11 +12,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: what `bash run.sh test-slow` runs, beside the files tests/slow_*.py")
     config.addinivalue_line("markers", "needs_vllm: what `bash run.sh test-vllm` runs, in an environment that has it")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if item.get_closest_marker("slow") and "slow" not in config.getoption("markexpr"):
+            item.add_marker(pytest.mark.skip(reason="slow: bash run.sh test-slow"))
         if item.get_closest_marker("needs_vllm") and not find_spec("vllm"):
             item.add_marker(pytest.mark.skip(reason="vLLM is not in this environment: bash run.sh test-vllm"))
 

@@ -102,6 +102,7 @@ def test_a_finished_comparison_starts_nothing(done, monkeypatch):
     assert code == 0 and content(done) == before, output
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_gives_the_same_table(done, tmp_path):
     """SIGKILL of the comparison alone, in its first arms and, when it was started again, in its last: its arms end with
     it, and the same command goes on with each of them."""

@@ -498,7 +498,7 @@ def test_a_pause_is_not_the_time_of_a_snippet_or_a_program():
     assert output == "request ToolResult(status='ok', output='done\\n')\nrequest\n" and process.returncode == 0, output
 
 
-@pytest.mark.parametrize("ahead", [3600, -7 * 86400])
+@pytest.mark.parametrize("ahead", [pytest.param(3600, marks=pytest.mark.slow), -7 * 86400])
 def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
     """The wall clock set forward, or back a week, while files of before lie there; and one that moves on in leaps."""
     real, n = time.monotonic, [0]
@@ -528,6 +528,7 @@ def test_another_clock_changes_nothing(finished, tmp_path, monkeypatch, ahead):
 # ---- parts that die --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_in_a_run_changes_nothing(finished, tmp_path, monkeypatch):
     """The sandbox's helper, in the middle of a weight step: its rollouts are made again, to the same end."""
     from rollout import Batch
