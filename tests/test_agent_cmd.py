@@ -497,7 +497,11 @@ warden.main()
 def has_namespaces() -> bool:
     pid = os.fork()
     if pid == 0:
-        os._exit(bool(jail.enter_namespaces(jail.CLONE_NEW_USER_IPC_PID)))
+        failed = True
+        try:
+            failed = bool(jail.enter_namespaces(jail.CLONE_NEW_USER_IPC_PID))
+        finally:
+            os._exit(failed)                            # whatever happens: a child that goes on would be pytest again
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
