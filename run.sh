@@ -9,8 +9,8 @@
 #   bash run.sh report RUN               rebuilds a run's report.html
 #   bash run.sh export RUN --out DIR     its model and harness as a Hugging Face folder
 #   bash run.sh bench [--only ...]       how fast it is, against the same work done bare (about 15 minutes)
-#   bash run.sh test [pytest flags]      the tests (about 13 minutes)
-#   bash run.sh test-slow                those that take long: kills at random moments, half an hour's soak (about 40 minutes)
+#   bash run.sh test [pytest flags]      the tests (a quarter of an hour, by estimate)
+#   bash run.sh test-slow                those that take long: kills at random moments, half an hour's soak (40 minutes and more)
 #   bash run.sh test-vllm                the tests that need vLLM, in an environment that has it (about 9 minutes)
 #   bash run.sh gpu-check                what one GPU does with the paper's model, in minutes
 #   bash run.sh eval | check-harness | sandbox | verify | data | retriever --help       the parts alone
