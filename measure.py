@@ -319,7 +319,7 @@ def with_descendants(root: int) -> list[int]:
 
 class Holding:
     """An engine that answers only when all `n` rollouts wait for it; a model that calls the tool, then answers."""
-    version, idle, exact = 0, False, True
+    version, idle, exact, max_len = 0, False, True, 2048
 
     def __init__(self, n: int):
         self.tokenizer, self.n, self.held_bytes = load_tokenizer(TINY["model"]), n, 0

@@ -109,7 +109,7 @@ class RunDir:
                 if hashlib.sha256(metrics).hexdigest() != state.metrics_sha256:
                     raise Damaged(f"{self.path / 'metrics.jsonl'} is cut or changed before byte "
                                   f"{state.metrics_bytes:,}: its sha256 is not the recorded one")
-                if state.weight_step and not state.complete:
+                if state.weight_step and (damage or not state.complete):     # of a complete run, a report is left
                     self.check(self.weights_dir(state.weight_step))
                     if self._checkpoint_sha256(state.weight_step) != state.checkpoint_sha256:
                         raise Damaged(f"{self.weights_dir(state.weight_step)} is not the checkpoint of {path}")
