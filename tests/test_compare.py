@@ -192,6 +192,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path):
     assert content(folder)["missing"] == ["weight-seed3"] and [a["name"] for a in content(folder)["arms"]] == ["harness-seed3"]
 
 
+@pytest.mark.slow
 def test_schedules_are_compared_to_one_budget(tmp_path):
     code, output = call("compare", "math", *SMALL, "--schedules", "0.05:2,0.025:2", "--seeds", "1", "--rollouts", "360", "--out", tmp_path)
     assert code == 0, output
