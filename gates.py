@@ -37,7 +37,9 @@ N_TWINS = 16            # tasks that are run with their twins, by the real model
 TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
 N_GATE_ROLLOUTS = 2 * N_TWINS     # of the real model, a candidate, at most
 N_SHUFFLES = 16         # other tasks' references against which a reply is graded
-SUM = re.compile(r"(?<![\w.])\(*\d[\d\s+*/().-]*\d")
+# A prompt is up to a megabyte of the harness's choice: no pattern here may take the square of its length.
+SUM = re.compile(r"(?<![\w.])\({0,9}\d[\d\s+*/().-]*\d")
+QUESTION = re.compile(r"(?<![^\n.?!>])[^\n.?!>]++\?")
 HINT = re.compile(r"(?:answer|hint|guess)(?: is|:)(?: (?:is|probably|perhaps|likely))* ([^.!?\n<>]{2,60})", re.I)
 MIN_UNSAID = 8          # moves that the model did not say, before a harness is one that plays by itself
 
@@ -139,7 +141,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
         return tool_call("python", code)
 
     def copy_hint(prompt: str) -> str:
-        questions = re.findall(r"[^\n.?!>]+\?", prompt)
+        questions = QUESTION.findall(prompt)
         hints = [hint for hint in HINT.findall(prompt) if hint.strip()]
         return box(hints[-1].strip()) if hints else tool_call("search", questions[-1] if questions else "")
 
