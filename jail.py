@@ -3,7 +3,7 @@
 The helper is started by exec and never forked from the trainer, so no child can hold a copy of its memory or secrets.
 Each child locks itself in with the layers of `lock_down`, in that order, and reports them *before* it is given code:
 
-    rlimits         memory, CPU time, no file growth, no core file (not dumpable); dies with the helper (PR_SET_PDEATHSIG)
+    rlimits         memory, CPU time, no file growth, no core file; dies with the helper (PR_SET_PDEATHSIG)
     no_new_privs    no setuid program could help it (and seccomp needs it)
     landlock        can read the standard library and nothing else: no /proc, no repository, no path to write
     closed_fds      has its own channel and no other descriptor

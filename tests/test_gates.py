@@ -359,6 +359,25 @@ def test_what_is_made_while_the_file_is_read_does_not_grow():
     assert max(map(len, lint.decodings(bomb))) <= max(len(bomb), lint.MAX_SOURCE_BYTES)
 
 
+def test_a_prompt_that_fits_no_model_is_no_work_for_scripted_ones(tokenizer, sandbox, monkeypatch):
+    """Kept as ids, a megabyte of prompt in each call would fill the memory. What fits the real one is probed."""
+    kept, run = [], rollout.run
+
+    def spy(*args, **kwargs):
+        traces = run(*args, **kwargs)
+        kept.extend(len(call.prompt_ids) for trace in traces for call in trace.calls)
+        return traces
+
+    monkeypatch.setattr(rollout, "run", spy)
+    monkeypatch.setattr(gates, "N_PROBE_TASKS", 2)
+    source = harness("for n in (1, 2):\n    yield generate(chat('', f'word {n} ' * 20_000))")
+    check(source, tokenizer, sandbox)
+    assert not kept
+    engine = ScriptedEngine(tokenizer, lambda prompt: "I don't know.", 1 << 20)
+    gates.check_harness(source, ENVS["math"](), engine, sandbox, TASKS["math"], FORBIDDEN["math"], CFG, SEED)
+    assert max(kept) > 40_000
+
+
 @pytest.mark.parametrize("domain, piece", list(product(("math", "search"), ("(", "1(", "a", "answer is ", "((1 ", "?"))))
 def test_no_prompt_makes_a_scripted_model_take_its_square(domain, piece, envs):
     """In a second or so; what takes the square of a megabyte takes hours."""
