@@ -319,6 +319,7 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
     ("yield generate([])", "error", "messages must be"),
     ("yield generate(messages, max_tokens=float('nan'))", "error", "max_tokens must be"),
     ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': float('nan')}}])", "error", "JSON"),
+    ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': [[]] * 2000}}])", "error", "at most 1000 values"),
     ("m = []; m.append(m); yield generate(messages, tools=m)", "error", "tools must be"),
     ("yield {'type': 'python', 'code': '1', 'seed': 1}", "error", "no field 'seed'"),
 ])
