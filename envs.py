@@ -197,6 +197,7 @@ class SearchEnv(Env):
             self.found.clear()
             self.n_found_bytes = 0
         new = {(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys()
+        self.n_found_bytes += sum(getsizeof(query) for _, query in new)                 # a megabyte, if a harness likes
         self.found |= {key: [] for key in new if not key[1].strip()}                    # nobody is asked for nothing
         new = sorted(new - self.found.keys())
         for topk in sorted({topk for topk, _ in new}):

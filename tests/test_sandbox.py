@@ -226,15 +226,16 @@ def test_a_lost_helper_is_infra_and_is_replaced(monkeypatch, how, which):
 
 ECHO = """
 import random
-from harness_api import PYTHON, chat, generate, python, tool_result
-PYTHON["seen"] = PYTHON.get("seen", 0) + 1
+from harness_api import PYTHON, SEARCH, chat, generate, python, tool_result
+for schema in (PYTHON, SEARCH):
+    schema["seen"] = schema.get("seen", 0) + 1
 count = 0
 def run(task):
     global count
     count += 1
     messages = chat("", task["question"])
     for turn in range(3):
-        reply = yield generate(messages, tools=[PYTHON], max_tokens=count)
+        reply = yield generate(messages, tools=[PYTHON, SEARCH], max_tokens=count)
         print("discarded")
         messages.append(reply.message)
         for call in reply.tool_calls:
@@ -285,7 +286,7 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
     assert seen[0] == seen[1]
     assert [[event.kind for event in events] for events in seen[0]] == [["request"] * 5 + ["done"]] * len(TASKS)
     assert len({events[2].request["messages"][2]["content"] for events in seen[0]}) == len(TASKS)   # own random numbers
-    assert all(e.request["max_tokens"] == 1 and e.request["tools"][0]["seen"] == 1
+    assert all(e.request["max_tokens"] == 1 and [tool["seen"] for tool in e.request["tools"]] == [1, 1]
                for events in seen[0] for e in events if e.request and e.request["type"] == "generate")
 
 
@@ -301,7 +302,7 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
     ("os.write(0, b'\\\\xff' * 1000)", "killed", "own channel"),
     ("import json; p = b'[' * 100000; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
     ("p = b'{\"id\": 3, \"kind\": \"done\"}'; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
-    ("1 / 0", "error", "ZeroDivisionError: division by zero (line 19 of the harness)"),
+    ("1 / 0", "error", "ZeroDivisionError: division by zero (line 20 of the harness)"),
     ("raise SystemExit", "error", "SystemExit"),
     ("def f(): f()\n            f()", "error", "RecursionError"),
     ("open('/etc/passwd')", "error", "PermissionError"),
@@ -318,6 +319,7 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
     ("yield generate([])", "error", "messages must be"),
     ("yield generate(messages, max_tokens=float('nan'))", "error", "max_tokens must be"),
     ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': float('nan')}}])", "error", "JSON"),
+    ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': [[]] * 2000}}])", "error", "at most 1000 values"),
     ("m = []; m.append(m); yield generate(messages, tools=m)", "error", "tools must be"),
     ("yield {'type': 'python', 'code': '1', 'seed': 1}", "error", "no field 'seed'"),
 ])
