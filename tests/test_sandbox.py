@@ -290,6 +290,34 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
                for events in seen[0] for e in events if e.request and e.request["type"] == "generate")
 
 
+def test_the_place_of_a_program_tells_no_other_file_its_task(box):
+    """Programs of a worker can count themselves. The order of their starts and of their answers is the file's own: else
+    a table made from an earlier file's traces would tell a later one which task it has."""
+    source = """
+import textwrap
+from harness_api import chat, generate
+
+def count():
+    seen = textwrap.TextWrapper.unicode_whitespace_trans
+    seen["n"] = seen.get("n", 0) + 1
+    return seen["n"]
+
+def run(task):
+    first = count()
+    yield generate(chat("", str(first)))
+    yield generate(chat("", str(count())))
+"""
+    orders = []
+    for text in (source, source, source + "# another file"):
+        programs = Programs(box, text, QUICK)
+        orders.append([[event.request["messages"][-1]["content"] for event in events if event.request] for events in play(programs, ["x"] * 20)])
+        programs.close()
+    assert orders[0] == orders[1]
+    for turn, ours, others in zip(range(2), zip(*orders[0], strict=True), zip(*orders[2], strict=True), strict=True):
+        assert sorted(map(int, ours)) == list(range(20 * turn + 1, 20 * turn + 21)) != list(map(int, ours))
+        assert ours != others
+
+
 @pytest.mark.parametrize("attack, kind, words", [
     ("while True: pass", "killed", "time limit of 0.5 s"),
     ("import time; time.sleep(999)", "killed", "time limit of 0.5 s"),
