@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"                 # read when torch is imported, here and in child processes
+os.environ["WHALE_TRACEBACK"] = "1"                 # no test takes a fault for a refusal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
