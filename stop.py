@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -88,16 +89,19 @@ def tell(number: int) -> None:
 
 
 def tell_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What nothing here has foreseen, in one line: a traceback helps no user, and might hold a secret."""
-    if os.environ.get("WHALE_TRACEBACK"):
-        said = "".join(traceback.format_exception(kind, error, trace))
-    else:
-        place = "".join(f" in {os.path.basename(frame.filename)}, line {frame.lineno}"
-                        for frame in traceback.extract_tb(trace)[-1:])
-        said = (f"run.sh: unexpected {kind.__name__}{place}: {str(error)[:1000]}. What was finished is on disk. This "
-                "may be a fault of WHALE: please report it, with what WHALE_TRACEBACK=1 and the same command show\n")
+    """What nothing here has foreseen, in one line: a traceback helps no user. A file keeps it, without secrets."""
+    whole = redact("".join(traceback.format_exception(kind, error, trace)))
     with suppress(OSError, ValueError):                                 # there is nobody to be told any more
-        sys.stderr.write(redact(said))
+        try:
+            if os.environ.get("WHALE_TRACEBACK"):
+                raise FileNotFoundError                                 # asked for here
+            with tempfile.NamedTemporaryFile("w", prefix="whale-fault-", suffix=".txt", delete=False) as file:
+                file.write(whole)
+        except OSError:
+            sys.stderr.write(whole)
+        else:
+            sys.stderr.write(redact(f"run.sh: unexpected {kind.__name__}: {str(error)[:1000]}. What was finished is on "
+                                    f"disk. This is a fault of WHALE: please report it, with {file.name}\n"))
 
 
 def end_children() -> None:

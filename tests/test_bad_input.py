@@ -745,13 +745,19 @@ def test_a_host_that_cannot_be_is_refused(tmp_path, monkeypatch, host):
 
 
 def test_what_nobody_foresaw_is_one_line_without_secrets(tmp_path):
-    """In the program as it is started. The whole is shown where it is asked for, without secrets too."""
+    """In the program as it is started. The whole is kept in a file, or shown where it is asked for; without secrets too."""
     (tmp_path / "broken.py").write_text("import stop\nstop.listen()\nraise TypeError('no such canary-in-a-key')\n")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "SOME_KEY": "canary-in-a-key"}
-    for shown in ("", "1"):
-        done = subprocess.run([sys.executable, tmp_path / "broken.py"], capture_output=True, text=True, env=env | {"WHALE_TRACEBACK": shown})
-        assert done.returncode == 1 and "TypeError" in done.stderr and "no such [SOME_KEY]" in done.stderr and "line 3" in done.stderr
-        assert ("Traceback" in done.stderr) == bool(shown) and "canary" not in done.stderr and (shown or done.stderr.count("\n") == 1)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SOME_KEY": "canary-in-a-key", "TMPDIR": str(tmp_path)}
+
+    def said(**changes):
+        done = subprocess.run([sys.executable, tmp_path / "broken.py"], capture_output=True, text=True, env=env | changes)
+        assert done.returncode == 1 and "TypeError" in done.stderr and "no such [SOME_KEY]" in done.stderr and "canary" not in done.stderr
+        return done.stderr
+
+    line = said(WHALE_TRACEBACK="")
+    kept, = tmp_path.glob("whale-fault-*.txt")
+    assert line.count("\n") == 1 and line.endswith(f"{kept}\n") and kept.read_text() == said(WHALE_TRACEBACK="1")
+    assert 'broken.py", line 3' in kept.read_text() and kept.stat().st_mode & 0o777 == 0o600
 
 
 # ---- 5. what servers answer ---------------------------------------------------------------------------------------------
