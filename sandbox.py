@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, KILLED, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits, cause_of_death,
-    cut_frames, readable, split_message, to_json)
+    AUDIT_ARCH, KILLED, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits,
+    cause_of_death, cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
