@@ -99,7 +99,8 @@ def start_arm(arm: Arm, n_threads: int) -> subprocess.Popen:
     flags = []
     for key, value in asdict(arm.cfg).items():
         if key != "domain" and value != "":
-            flags += [f"--{key.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
+            given = str(value).lower() if isinstance(value, bool) else str(value)
+            flags.append(f"--{key.replace('_', '-')}={given}")             # in one word: a name may begin with -
     arm.folder.parent.mkdir(parents=True, exist_ok=True)
     with open(log_of(arm), "ab") as log:
         return subprocess.Popen(

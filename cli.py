@@ -243,7 +243,6 @@ def command_verify(args: argparse.Namespace) -> int:
     if bool(args.cases) == bool(args.reply_file):
         raise UsageError("verify: give either --cases FILE.jsonl, or --reply-file FILE with --reference TEXT")
     if args.cases:
-        read_file(args.cases)
         report = verify_cases(args.domain, Path(args.cases))
         show(args, report)
         return 0 if not report["misses"] else EXIT_REFUSED
@@ -339,7 +338,10 @@ def build_parser() -> argparse.ArgumentParser:
 def run_command(argv: list[str] | None, ranks: Ranks) -> int:
     """One command -> its exit code. SystemExit where argparse has said what is wrong with the words."""
     try:
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        if odd := [word for word in words if re.search("[\ud800-\udfff]", word)]:
+            raise UsageError(f"{ascii(odd[0])}: is not UTF-8 text; give that file or folder another name")
+        args = build_parser().parse_args(words)
     except SystemExit as error:
         if error.code:
             raise

@@ -24,7 +24,7 @@ from envs import ENVS
 from proposers import PROPOSERS
 from rft import TrainConfig
 from rollout import RolloutConfig, max_trace_bytes
-from files import UsageError, read_json, refuse_special, sha256
+from files import UsageError, read_json, refuse_huge, refuse_special, sha256
 from rundir import scorer_paths
 from sandbox import Limits
 from search_answer import KEY as JUDGE_KEY, Judge
@@ -242,6 +242,7 @@ def rollout_budget(cfg: Config, n_train: int, n_harness_tasks: int) -> int:
 def read_file(path: str) -> str:
     try:
         refuse_special(path)
+        refuse_huge(path)
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"

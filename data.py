@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.table import Table
 
 from envs import ENVS
-from files import UsageError, naming, refuse_special
+from files import UsageError, naming, read_json, refuse_special
 from screen import Screen
 from tasks import DataError, Row, Task, check_disjoint, question_key, read_rows, read_task
 
@@ -218,12 +218,12 @@ def is_written(out: Path, inputs: dict) -> bool:
             wrong.append(f"  {path.name} or its manifest is missing")
             continue
         try:
-            manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+            manifest = read_json(manifest_path)
             wrong += [f"  {key}: {manifest['inputs'].get(key)!r} then, {value!r} now"
                       for key, value in inputs.items() if manifest["inputs"].get(key) != value]
             if file_sha256(path) != manifest["sha256"]:
                 wrong.append(f"  {path.name} was changed after it was written")
-        except (ValueError, KeyError):
+        except (UsageError, LookupError, TypeError, AttributeError):
             wrong.append(f"  {manifest_path.name} is no manifest")
     if wrong:
         raise UsageError("\n".join([f"{out} holds other splits than these:", *dict.fromkeys(wrong),

@@ -119,6 +119,12 @@ class MathEnv(Env):
             raise row.error("answer" if question else "prompt", "is empty but for the format")
         return Task(task_id(row, stem), {"question": question}, answer, task_source(row, stem))
 
+    def read_case(self, row: Row) -> Task:
+        case = super().read_case(row)
+        if len(case.answer) > math_answer.MAX_ANSWER_CHARS:     # no box may be as long; to read it could take hours
+            raise row.error("reference", f"is longer than {math_answer.MAX_ANSWER_CHARS} characters")
+        return case
+
     def perfect_reply(self, task: Task) -> str:
         return rf"\boxed{{{task.answer}}}"
 
@@ -197,6 +203,7 @@ class SearchEnv(Env):
             self.found.clear()
             self.n_found_bytes = 0
         new = {(use.request["topk"], use.request["query"]) for use in uses} - self.found.keys()
+        self.n_found_bytes += sum(getsizeof(query) for _, query in new)                 # a megabyte, if a harness likes
         self.found |= {key: [] for key in new if not key[1].strip()}                    # nobody is asked for nothing
         new = sorted(new - self.found.keys())
         for topk in sorted({topk for topk, _ in new}):

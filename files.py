@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 BIG_BYTES = 8 << 20                     # a larger file is not hashed by `fingerprint`
+MAX_READ_BYTES = 1 << 30                # of a file that is read whole, and of a line
 
 
 class UsageError(ValueError):
@@ -33,6 +34,12 @@ def refuse_special(path: str | Path) -> None:
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(path))
+
+
+def refuse_huge(path: str | Path) -> None:
+    """OSError for what would fill the memory if it were read whole: nothing that is meant for us is so large."""
+    if Path(path).stat().st_size > MAX_READ_BYTES:
+        raise OSError(errno.EFBIG, f"is larger than {MAX_READ_BYTES >> 20} MiB", str(path))
 
 
 @contextmanager
@@ -58,6 +65,7 @@ def below(folder: Path, name: str) -> Path:
 
 def read_bytes(path: Path) -> bytes:
     with reading(path):
+        refuse_huge(path)
         return path.read_bytes()
 
 
@@ -81,7 +89,7 @@ def iter_jsonl(path: Path) -> Iterator[dict]:
     """The rows of a file, one at a time."""
     try:
         with reading(path), open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
+            while line := file.readline(MAX_READ_BYTES):
                 yield json.loads(line)
     except (ValueError, RecursionError) as error:
         if isinstance(error, UsageError):

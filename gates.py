@@ -33,11 +33,14 @@ from stats import sign_test
 from tasks import Task, ToolUse
 
 N_PROBE_TASKS = 32      # with a scripted model, which costs no sampling
+MIN_PROBE_TOK = 1 << 15     # that fit the scripted models, or what fits the real one if that is more: an echo grows
 N_TWINS = 16            # tasks that are run with their twins, by the real model
 TWIN_LEVEL = 0.01       # a harness as good on twins is refused at most so often
 N_GATE_ROLLOUTS = 2 * N_TWINS     # of the real model, a candidate, at most
 N_SHUFFLES = 16         # other tasks' references against which a reply is graded
-SUM = re.compile(r"(?<![\w.])\(*\d[\d\s+*/().-]*\d")
+# A prompt is up to a megabyte of the harness's choice: no pattern here may take the square of its length.
+SUM = re.compile(r"(?<![\w.])\({0,9}\d[\d\s+*/().-]*\d")
+QUESTION = re.compile(r"(?<![^\n.?!>])[^\n.?!>]++\?")
 HINT = re.compile(r"(?:answer|hint|guess)(?: is|:)(?: (?:is|probably|perhaps|likely))* ([^.!?\n<>]{2,60})", re.I)
 MIN_UNSAID = 8          # moves that the model did not say, before a harness is one that plays by itself
 
@@ -69,7 +72,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
     some = (apart or tasks)[:N_PROBE_TASKS]
     generous = replace(cfg, max_assistant_tok=1_000_000)                # an echo must not be cut before it is graded
     for name, model, asked in null_models(env, some):
-        scripted = ScriptedEngine(engine.tokenizer, model)
+        scripted = ScriptedEngine(engine.tokenizer, model, engine.max_len)
         traces = rollout.run(scripted, env, sandbox, source, asked, 1, (*seed, name), generous)
         n_solved = sum(trace.reward > 0.5 for trace in traces)
         n_lucky = env.lucky_frac * len(some) + (name == "obedient")     # a sum in an example may meet an answer
@@ -79,7 +82,7 @@ def check_harness(source: str, env, engine, sandbox: Sandbox, tasks: list[Task],
 
     pairs = twins_of(tasks, everything, env, seed, N_PROBE_TASKS)
     no_twins = "" if pairs else "not done: no task of this domain has a twin"
-    if not passes("twins, scripted", compare_twins(source, env, engine.tokenizer, sandbox, pairs, generous, seed),
+    if not passes("twins, scripted", compare_twins(source, env, engine, sandbox, pairs, generous, seed),
                   note=no_twins):
         return probes
 
@@ -139,7 +142,7 @@ def null_models(env, tasks: list[Task]) -> Iterator[tuple[str, Callable[[str], s
         return tool_call("python", code)
 
     def copy_hint(prompt: str) -> str:
-        questions = re.findall(r"[^\n.?!>]+\?", prompt)
+        questions = QUESTION.findall(prompt)
         hints = [hint for hint in HINT.findall(prompt) if hint.strip()]
         return box(hints[-1].strip()) if hints else tool_call("search", questions[-1] if questions else "")
 
@@ -177,15 +180,17 @@ def moves_in(prompt: str) -> list[str]:
 class ScriptedEngine:
     """The Engine contract over a function from prompt to reply."""
 
-    def __init__(self, tokenizer, model: Callable[[str], str]):
+    def __init__(self, tokenizer, model: Callable[[str], str], max_len: int = 0):
         self.tokenizer, self.model, self.version, self.exact = tokenizer, model, -1, True
-        self.max_len = 1 << 30
+        self.max_len = max(max_len, MIN_PROBE_TOK)
         self.reset()
 
     def reset(self) -> None:
         self.done: list[Completion] = []
 
     def submit(self, id: object, prompt_ids: list[int], params: SamplingParams, after: object = None) -> None:
+        if len(prompt_ids) > self.max_len:                      # each is kept whole: 16 megabytes a rollout, as ids
+            return self.done.append(Completion(id, [], "too_long"))
         text = self.say(prompt_ids, params)
         stops = [text.find(stop) + len(stop) for stop in params.stop if stop in text]
         ids = self.tokenizer(text[:min(stops, default=None)], add_special_tokens=False).input_ids
@@ -235,7 +240,7 @@ def scripts(env, task: Task) -> Iterator[list[str]]:
         yield [*(tool_call(tool, "print(1)") for tool in env.tools), env.perfect_reply(replace(task, answer="1024"))]
 
 
-def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tuple[Task, Task]], cfg: RolloutConfig,
+def compare_twins(source: str, env, engine, sandbox: Sandbox, pairs: list[tuple[Task, Task]], cfg: RolloutConfig,
                   seed: tuple[int | str, ...]) -> str:
     """-> why it is refused, "" if it is not. Under the same replies of model and tools a harness must make
     the same requests for a twin, in words of its own that are the same: else it knows which task it has.
@@ -252,8 +257,8 @@ def compare_twins(source: str, env, tokenizer, sandbox: Sandbox, pairs: list[tup
             replies = {derive_seed(*seed, "twins", id, 0, turn): said[min(turn, len(said) - 1)]
                        for id, said in lines.items() for turn in range(cfg.max_calls)}
             place = Replayed(env, runs[0]) if side and "search" in env.tools else env
-            runs.append(rollout.run(Script(tokenizer, replies), place, sandbox, source, tasks, 1, (*seed, "twins"),
-                                    cfg))
+            script = Script(engine.tokenizer, replies, engine.max_len)
+            runs.append(rollout.run(script, place, sandbox, source, tasks, 1, (*seed, "twins"), cfg))
         differs = []
         for pair, traces in zip(pairs, zip(*runs, strict=True), strict=True):
             kinds = [[event["request"]["type"] for event in trace.events] for trace in traces]

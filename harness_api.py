@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 MAX_TOPK, MAX_PASSAGE_TOK = 20, 2000        # of one search
 MAX_STOPS, MAX_STOP_CHARS = 16, 200         # of one model call
+MAX_TOOL_VALUES = 1000                      # of its tool schemas: a megabyte of "[]," takes 31 when it is read
 PYTHON = {
     "type": "function",
     "function": {
@@ -199,6 +200,11 @@ def is_plain(value: object, depth: int = 16) -> bool:
     return value is None or isinstance(value, (str, int)) or isinstance(value, float) and math.isfinite(value)
 
 
+def _n_values(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_n_values, parts))
+
+
 def _is_tool(tool: object) -> bool:
     return tool in (PYTHON, SEARCH) or (                # the usual ones, known to be right
         isinstance(tool, dict) and isinstance(tool.get("function"), dict)
@@ -213,8 +219,9 @@ _FIELDS = {
     "generate": {
         "messages": (lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
                      'a non-empty list of {"role": system, user, assistant or tool, "content": str}'),
-        "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v)),
-                  "None or a list of tool schemas in plain JSON"),
+        "tools": (lambda v: v is None or isinstance(v, list) and all(map(_is_tool, v))
+                  and _n_values(v) <= MAX_TOOL_VALUES,
+                  f"None or a list of tool schemas in plain JSON, of at most {MAX_TOOL_VALUES} values"),
         "max_tokens": (lambda v: v is None or _is_count(v), "None or a positive int"),
         "stop": (lambda v: v is None or isinstance(v, list) and len(v) <= MAX_STOPS and all(
                     isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in v),

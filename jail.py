@@ -76,7 +76,7 @@ class Limits:
 LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 CLONE_NEW_USER_IPC_PID = 0x10000000 | 0x08000000 | 0x20000000
 CLONE_NEW_USER_NET_IPC_PID = CLONE_NEW_USER_IPC_PID | 0x40000000
 CLOSE_RANGE, LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 436, 444, 445, 446
@@ -205,6 +205,7 @@ class Jail:
             for name, value in (("AS", memory_mb << 20), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 32), ("NPROC", 0),
                                 ("MEMLOCK", 0), *([("CPU", cpu_s)] if cpu_s else [])):
                 set_limit(name, value)
+            checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))    # a program that is sent core files heeds no limit
 
         def landlock():
             if isinstance(self.ruleset, OSError):
@@ -364,7 +365,8 @@ class HarnessProgram:
 
     def __init__(self, code: types.CodeType, seed: int):
         api = types.ModuleType("harness_api")
-        vars(api).update(vars(harness_api), PYTHON=json.loads(json.dumps(harness_api.PYTHON)))      # own copy to change
+        own = {name: json.loads(json.dumps(vars(harness_api)[name])) for name in ("PYTHON", "SEARCH")}  # to change
+        vars(api).update(vars(harness_api), **own)
         self.modules = {"harness_api": api, "harness": types.ModuleType("harness")}
         self.code, self.generator, self.request, self.is_over = code, None, None, False
         random.seed(seed)

@@ -11,11 +11,13 @@ SECURITY.md says what is promised; tests/test_secrets.py tries it.
 """
 
 import ipaddress
+import json
 import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from urllib.parse import quote, urlsplit
 
 HTTPS = "https"                         # to be named in --waive, where keys may go to other machines in the clear
@@ -33,8 +35,21 @@ def secrets(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def blots(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """(what a secret looks like, what stands in its place): it may be quoted, as in URLs or in JSON."""
-    return [(form, f"[{name}]") for name, value in secrets(environment)
-            for form in dict.fromkeys((value, quote(value, safe="", errors="replace"), value.replace("/", r"\/")))]
+    return [(form, f"[{name}]") for name, value in secrets(environment) for form in dict.fromkeys(forms(value))]
+
+
+def forms(value: str) -> Iterator[str]:
+    """How texts quote a secret: as it is; as in URLs, with "/" or without, in either case; as in HTML; in JSON, where
+    some libraries write escapes for "/" or for all that HTML could misread."""
+    yield value
+    for quoted in (quote(value, safe="", errors="replace"), quote(value, errors="replace")):
+        yield from (quoted, re.sub("%..", lambda escape: escape[0].lower(), quoted))
+    yield from (escape(value), escape(value, quote=False))
+    written = json.dumps(value)[1:-1]
+    yield from (written, written.replace("/", r"\/"))
+    for escaped in ("\"&'+<=>", value):
+        for unicode in (r"\u{:04x}", r"\u{:04X}"):
+            yield "".join(unicode.format(ord(letter)) if letter in escaped else letter for letter in value)
 
 
 def redact(said: str) -> str:
@@ -47,6 +62,13 @@ def redact(said: str) -> str:
 def redact_bytes(said: bytes) -> bytes:
     """The same before anything is decoded; bytes that are no UTF-8 stay as they are."""
     return redact(said.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
+def read_answer(content: bytes) -> object:
+    """The JSON of a server's answer, no secret in it: any letter of one may have been an escape. ValueError or
+    RecursionError if it is none."""
+    answer = json.loads(content)
+    return json.loads(redact(json.dumps(answer))) if blots(os.environ) else answer
 
 
 def leave_no_core() -> None:

@@ -14,7 +14,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from importlib import import_module
 from itertools import zip_longest
+from types import ModuleType
 
 from screen import UNSAFE
 from tasks import Task
@@ -22,7 +24,11 @@ from tasks import Task
 MAX_SOURCE_BYTES = 20_000
 MAX_DEPTH = 100                       # of its syntax tree, which recursive functions walk
 MAX_REPLACED_BYTES = 100_000          # what a replacement of literals may come to
+MAX_MADE_CHARS = 1_000_000            # what all that is put together from literals may come to
 ALLOWED_MODULES = "re json math string textwrap itertools collections functools statistics random harness_api".split()
+# modules that these hold, such as json.codecs, which holds `open`; collections.abc is harmless
+HIDDEN_MODULES = {name for module in ALLOWED_MODULES for name, value in vars(import_module(module)).items()
+                  if isinstance(value, ModuleType) and value.__name__ not in ALLOWED_MODULES} - {"abc"}
 FORBIDDEN_NAMES = "exec eval compile open input getattr setattr delattr globals locals vars dir breakpoint".split()
 DATA_NAMES = re.compile(
     r"(?<![a-z])(gsm8k|svamp|mawps|asdiv|dapo|deepscaler|aime|math[-_ ]?500|hotpotqa|musique|2wiki\w*|popqa|triviaqa|"
@@ -87,6 +93,8 @@ def lint(tree: ast.Module) -> str:
             modules = names if isinstance(node, ast.Import) else ["." * node.level + (node.module or "")]
             if not set(modules) <= set(ALLOWED_MODULES) or "*" in names:
                 return f"line {node.lineno}: import of {', '.join(modules)} is not allowed"
+            if inner := [name for name in names if name.startswith("_") or name in HIDDEN_MODULES]:
+                return f"line {node.lineno}: import of {', '.join(inner)} is not allowed"
             imported |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign) and root_of(node.value, asked) == "question":
             asked |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -98,6 +106,8 @@ def lint(tree: ast.Module) -> str:
         if isinstance(node, ast.Attribute | ast.Subscript) and root_of(node) in imported and (
                 not isinstance(node.ctx, ast.Load) or name.startswith("_")):
             return f"{line}{root_of(node)} is shared among programs, so it must not be changed"
+        if isinstance(node, ast.Attribute) and root_of(node) in imported and name in HIDDEN_MODULES:
+            return f"{line}{name}, a module inside of {root_of(node)}, is not allowed"
         tests = (
             [node.test] if isinstance(node, ast.If | ast.IfExp | ast.While) else [node] if isinstance(node, ast.Compare)
             else [node.subject] if isinstance(node, ast.Match) else [node.slice] if isinstance(node, ast.Subscript)
@@ -165,6 +175,7 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
     """
     texts = {getattr(node, key) for node in ast.walk(tree) for key in ("id", "attr", "arg", "name")
              if isinstance(getattr(node, key, None), str)}
+    n_made = 0
     for node in ast.walk(tree):
         parts = getattr(node, "elts", None) or [*getattr(node, "keys", []), *getattr(node, "values", [])]
         values = [constant_of(part) for part in parts if isinstance(part, ast.expr)]
@@ -173,6 +184,9 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
         if len(values) > 1 and all(isinstance(value, str) for value in values):
             texts |= {text for glue in ("", " ") for text in decodings(glue.join(values))}      # a text in parts
         value = constant_of(node)
+        n_made += len(value) if isinstance(value, str | bytes) else 0
+        if n_made > MAX_MADE_CHARS:                                                 # it takes minutes to look through
+            return f"what is put together from its literals comes to more than {MAX_MADE_CHARS:,} characters"
         if type(value) is int and value > 1 << 32:                                  # a text as one number
             value = value.to_bytes((value.bit_length() + 7) // 8, "big")
         texts |= set(decodings(value.decode("latin-1") if isinstance(value, bytes) else str(value)))

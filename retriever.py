@@ -228,7 +228,7 @@ class RemoteRetriever:
             time.sleep(BACKOFF_S * n)
             try:
                 return self._post(url, queries, topk)
-            except (RetrieverError, OSError, http.client.HTTPException) as error:
+            except (RetrieverError, OSError, UnicodeError, http.client.HTTPException) as error:     # of a host's name
                 reason, self.failed_at[url] = f"{url}: {type(error).__name__}: {error}", time.monotonic()
         raise RetrieverDown(f"no answer from {', '.join(self.urls)} in {self.n_tries} tries; the last reason: {reason}")
 
@@ -310,9 +310,9 @@ def command_retriever(args: argparse.Namespace) -> int:
         index = kind.open(args.corpus, args.index, *model)
         try:
             server = Server(index, args.host, args.port, args.topk)
-        except OSError as error:
-            raise RetrieverError(f"--host {args.host} --port {args.port}: {error.strerror}; --port 0 takes a free "
-                                 "one") from None
+        except (OSError, UnicodeError) as error:                    # a name that no host can have is no OSError
+            raise RetrieverError(f"--host {args.host} --port {args.port}: {getattr(error, 'strerror', error)}; --port "
+                                 "0 takes a free one") from None
         with server:
             print(f"retriever: {args.backend}, {len(index.corpus):,} passages, "
                   f"http://{args.host}:{server.server_address[1]}", flush=True)

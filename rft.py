@@ -46,7 +46,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine import Model, load_model, untied_weights, weights_checksum
 from ranks import ALONE, Ranks
-from files import Damaged, UsageError, naming, sync
+from files import Damaged, UsageError, naming, read_json, sync
 
 if TYPE_CHECKING:
     from rollout import Sequence
@@ -416,10 +416,10 @@ def read_checkpoint_record(folder: Path) -> dict:
     if not marker.is_file():
         raise CheckpointError(f"{marker} is missing: no complete checkpoint")
     try:
-        content = json.loads(marker.read_text())
+        content = read_json(marker)
         record = content["record"]
-        intact = content["sha256"] == _sha256_json(record)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        intact = content["sha256"] == _sha256_json(record) and isinstance(record["sha256"], dict)
+    except (UsageError, TypeError, LookupError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"{marker} is cut or changed")

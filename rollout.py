@@ -367,7 +367,8 @@ class Batch:
                     program, (task, sample) = todo.popleft()
                     state, fields = self.env.start(task)
                     self.live[program] = Live(task, Trace(task.id, sample, self.sha, self.engine.version), state)
-                    self.programs.start(program, fields, derive_seed(*self.seed, task.id, sample, "harness"))
+                    # by the file too: else its random numbers, seen in a trace, would tell a later file its task
+                    self.programs.start(program, fields, derive_seed(*self.seed, self.sha, task.id, sample, "harness"))
                     self.program_due[self.tick].append(program)
                 for program in self.program_due.pop(self.tick, []):
                     self._take_event(program, self.programs.wait(program))

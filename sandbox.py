@@ -9,6 +9,7 @@ refused (SandboxUnavailable) unless waived by name, and then it is in `Sandbox.l
     bash run.sh sandbox FILE.py --seconds 2 --mb 256
 """
 
+import hashlib
 import json
 import os
 import socket
@@ -270,6 +271,7 @@ class Programs:
     def __init__(self, sandbox: Sandbox, source: str, limits: Limits, n_workers: int = 1):
         self.sandbox, self.source, self.limits = sandbox, source, limits
         self._programs: dict[int, Program] = {}
+        self._unsent: list[tuple[Program, bytes]] = []
         self._n_deaths = self._n_kills = 0
         self._workers: list[Worker | None] = [None] * n_workers
         for slot in range(n_workers):
@@ -320,10 +322,20 @@ class Programs:
         return event
 
     def flush(self) -> None:
-        """Sends what `start`, `resume` and `python_start` have gathered: one system call and one wake-up for many."""
+        """Sends what `start`, `resume` and `python_start` have gathered: one system call and one wake-up for many. In
+        an order of this file's own: programs can count themselves, and a file could have made a table by an earlier
+        file's order."""
         self.sandbox.flush()
+        unsent, self._unsent = sorted(self._unsent, key=self._rank), []
+        for program, frame in unsent:
+            worker = self._workers[program.program_id % len(self._workers)]
+            worker.pending.append(program)
+            worker.channel.post(frame)
         for worker in filter(None, self._workers):
             worker.channel.flush()
+
+    def _rank(self, unsent: tuple[Program, bytes]) -> bytes:
+        return hashlib.blake2b(b"%d" % unsent[0].program_id + self.source.encode("utf-8", "replace")).digest()
 
     def close(self) -> None:
         for worker in filter(None, self._workers):
@@ -338,10 +350,7 @@ class Programs:
 
     def _submit(self, program: Program, *frames: bytes) -> None:
         program.frames += frames
-        worker = self._workers[program.program_id % len(self._workers)]
-        for frame in frames:
-            worker.pending.append(program)
-            worker.channel.post(frame)
+        self._unsent += [(program, frame) for frame in frames]
 
     def _read(self, worker: Worker) -> None:
         if not worker.channel.read():
@@ -402,6 +411,7 @@ class Programs:
             for program in ours:
                 frames, program.frames, program.n_to_skip = program.frames, [], program.n_answers
                 self._submit(program, *frames)
+            self.flush()
 
     def _given_up(self) -> Event:
         return Event("killed", None, f"this harness ended its worker {MAX_DEATHS} times; none of its programs runs on")

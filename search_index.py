@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from files import naming, refuse_special
+from files import UsageError, naming, read_json, refuse_special
 
 WORD = re.compile(r"\w+")
 MAX_QUERY_WORDS = 1024          # the rest of a BM25 query is not read, as in Lucene
@@ -147,8 +147,8 @@ def describe(corpus_path: str | Path, backend: str, model: str = "") -> dict:
 def check_index(index_dir: Path, expected: dict, complete: bool = True) -> None:
     """RetrieverError if the folder holds no index, another one, or (complete) one whose build has not ended."""
     try:
-        manifest = json.loads((index_dir / "manifest.json").read_text())
-    except (OSError, ValueError):
+        manifest = read_json(index_dir / "manifest.json")
+    except UsageError:
         raise RetrieverError(f"--index {index_dir}: holds no index; --build makes one, in a new folder") from None
     changes = "; ".join(f"{key} {manifest.get(key)!r} there, {value!r} asked for" for key, value in expected.items()
                         if manifest.get(key) != value)
@@ -248,7 +248,7 @@ def pin_e5(name: str, revision: str, index_dir: str | Path) -> str:
         require(not revision, f"--e5-revision {revision}: is for a model of the hub, and --e5-model {name} is none")
         return name
     try:
-        made_with = json.loads((Path(index_dir) / "manifest.json").read_text())["model"]
+        made_with = read_json(Path(index_dir) / "manifest.json")["model"]
         if made_with.startswith(f"{name}@") and not revision:
             return made_with
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

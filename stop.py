@@ -12,8 +12,12 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from contextlib import suppress
+from types import TracebackType
 
 from jail import die_with
+from keys import redact
 from warden import descendants
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +35,7 @@ def listen() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:                              # closed: what is opened next would be taken for it
             setattr(sys, name, open(os.devnull, mode))
+    sys.excepthook = tell_fault
     if launcher := os.environ.get("WHALE_LAUNCHER"):                # no rank outlives it, however it ends
         die_with(int(launcher))
     global is_listening
@@ -80,6 +85,19 @@ def tell(number: int) -> None:
                   "same command goes on from there", file=sys.stderr, flush=True)
         except (OSError, ValueError):                               # there is nobody to be told any more
             pass
+
+
+def tell_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What nothing here has foreseen, in one line: a traceback helps no user, and might hold a secret."""
+    if os.environ.get("WHALE_TRACEBACK"):
+        said = "".join(traceback.format_exception(kind, error, trace))
+    else:
+        place = "".join(f" in {os.path.basename(frame.filename)}, line {frame.lineno}"
+                        for frame in traceback.extract_tb(trace)[-1:])
+        said = (f"run.sh: unexpected {kind.__name__}{place}: {str(error)[:1000]}. What was finished is on disk. This "
+                "may be a fault of WHALE: please report it, with what WHALE_TRACEBACK=1 and the same command show\n")
+    with suppress(OSError, ValueError):                                 # there is nobody to be told any more
+        sys.stderr.write(redact(said))
 
 
 def end_children() -> None:

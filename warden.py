@@ -39,7 +39,7 @@ from pathlib import Path
 import jail
 
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEW_MOUNTS, NOSUID_NODEV_NOEXEC = 0x20000, 2 | 4 | 8
+CLONE_NEW_MOUNTS, NOSUID, NODEV, NOEXEC = 0x20000, 2, 4, 8
 BIND, RECURSIVE, PRIVATE = 1 << 12, 1 << 14, 1 << 18                    # of mount()
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -105,13 +105,19 @@ def own_mounts(places: Iterable[str], ruleset: int | None) -> str:
                     set_mounts(place, 0, 0, READ_ONLY)
                 except PermissionError:
                     pass
+        if os.path.isdir("/dev/pts"):                   # terminals of its own: somebody types into those that are there
+            mount("devpts", "/dev/pts", NOSUID | NOEXEC, b"devpts", b"ptmxmode=0666")
+            if ruleset is not None:
+                unused, files = jail.new_ruleset(net=0)
+                os.close(unused)
+                jail.allow(ruleset, "/dev/pts", files)
     except OSError as error:
         return str(error)
     return ""
 
 
-def mount(source: str, target: str, flags: int, kind: bytes | None = None) -> None:
-    jail.checked(jail.LIBC.mount(os.fsencode(source), os.fsencode(target), kind, flags, None))
+def mount(source: str, target: str, flags: int, kind: bytes | None = None, options: bytes | None = None) -> None:
+    jail.checked(jail.LIBC.mount(os.fsencode(source), os.fsencode(target), kind, flags, options))
 
 
 def set_mounts(path: str, flags: int, added: int, removed: int) -> None:
@@ -123,7 +129,7 @@ def set_mounts(path: str, flags: int, added: int, removed: int) -> None:
 def show_own_ids(ruleset: int | None) -> None:
     """A /proc with the process ids of this namespace. A container may refuse that; then `ps` is of no use in it."""
     try:
-        mount("proc", "/proc", NOSUID_NODEV_NOEXEC, b"proc")
+        mount("proc", "/proc", NOSUID | NODEV | NOEXEC, b"proc")
         if ruleset is not None:
             jail.allow(ruleset, "/proc", EXECUTE | READ_FILE | READ_DIR)
     except OSError:

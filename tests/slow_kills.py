@@ -4,7 +4,7 @@ Each time the end must be that of the undisturbed run: metrics (times apart), ha
 no process and no half-written file may be left. Every other kill takes the process group, the others the host alone. The
 same, less often, for a search that confirms and for two ranks; and the signals that need many processes.
 
-    .venv/bin/python -m pytest tests/slow_kills.py              about 6 minutes on two idle cores; prints what was killed when
+    bash run.sh test-slow -k kill               prints what was killed when
 """
 
 import json
@@ -26,6 +26,7 @@ from test_faults import (  # noqa: F401 (disk is a fixture)
     MOMENTS, assert_stopped, disk, end_of, fill_at_each_kind, pause, read_until, start_planted)
 from warden import descendants
 
+pytestmark = pytest.mark.slow
 SEED = 20261130
 KINDS = {                               # -> flags, how many kills, ranks
     "whale": ([], 20, 1),
@@ -69,14 +70,6 @@ def whole(tmp_path_factory) -> dict:
     return Whole()
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    lines = []
-    yield lines
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\nkills, moments drawn with seed {SEED}:", *lines, sep="\n  ")
-
-
 def where(folder: Path) -> str:
     """What the run was doing when it was killed, as its files tell."""
     if half := next((path for path in folder.rglob("*tmp*") if "tmp" in path.name), None):
@@ -92,7 +85,7 @@ def where(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind, i", [(kind, i) for kind, (_, n, _) in KINDS.items() for i in range(n)])
-def test_a_kill_changes_nothing(whole, table, tmp_path, kind, i):
+def test_a_kill_changes_nothing(whole, figure, tmp_path, kind, i):
     undisturbed, took = whole[kind]
     n = KINDS[kind][1]
     moment = (i + random.Random(f"{SEED} {kind} {i}").random()) / n * took
@@ -110,7 +103,7 @@ def test_a_kill_changes_nothing(whole, table, tmp_path, kind, i):
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGKILL)
     process.wait()
     assert_gone(below)
-    table.append(f"{kind:6}  {moment:6.2f} s of {took:5.1f} s  {whom:5}  {where(folder)}")
+    figure(f"kill of {kind:6} after {moment:6.2f} of {took:5.1f} s, {whom:5}: {where(folder)}")
     process = start(kind, folder, apart)
     assert process.wait() == 0, folder.with_suffix(".out").read_text()
     assert rows(folder) == rows(undisturbed)

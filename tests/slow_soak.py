@@ -41,6 +41,7 @@ from config import ROOT
 from test_long_runs import soak_retriever, soak_sandbox
 from watch import count_in, family_of, pss_of, size_of, stat_of
 
+pytestmark = pytest.mark.slow
 SOAK_S = float(os.environ.get("WHALE_SOAK_S", "1800"))
 EVERY_S = 1.0
 SHARED_BEFORE = set(Path("/dev/shm").iterdir())
@@ -177,16 +178,16 @@ def draw(cycles: list[Cycle], path: Path) -> None:
 
 
 @pytest.mark.parametrize("domain", FLAGS)
-def test_a_soak_is_flat(domain, tmp_path):
+def test_a_soak_is_flat(domain, figure, tmp_path):
     samples, run, code, output = watch(domain, tmp_path, SOAK_S / len(FLAGS))
     cycles = cycles_of(samples, run)
     (tmp_path / "soak.txt").write_text(table_of(cycles) + "\n")
     draw(cycles, tmp_path / "soak.png")
-    print(f"\n{domain}: {samples[-1].at_s:.0f} s, {len(cycles)} cycles; table and picture in {tmp_path}")
-    print(table_of(cycles[:3] + cycles[3:-1][::max(1, len(cycles) // 12)] + cycles[-1:]))
+    figure(f"soak of {domain}: {samples[-1].at_s:.0f} s, {len(cycles)} cycles; table and picture in {tmp_path}\n"
+           + table_of(cycles[:3] + cycles[3:-1][::max(1, len(cycles) // 12)] + cycles[-1:]))
     for name in ("pss_own", "pss", "cpu_s_a_call", "seconds", "disk"):
         middle, last = thirds(cycles, name)
-        print(f"{name}: rise {rise(cycles, name):+.3g}; largest {max(middle):.4g}, then {max(last):.4g}; "
+        figure(f"  {name}: rise {rise(cycles, name):+.3g}; largest {max(middle):.4g}, then {max(last):.4g}; "
               f"median {statistics.median(middle):.4g}, then {statistics.median(last):.4g}")
     assert code == 143, output[-2000:]
     assert len(cycles) >= LEAST_CYCLES, "too few cycles to tell: a longer WHALE_SOAK_S"
@@ -207,9 +208,9 @@ def test_a_soak_is_flat(domain, tmp_path):
     assert statistics.median(last) <= 1.5 * statistics.median(middle)
 
 
-def test_ten_thousand_snippets():
-    print(f"\nsandbox: {' '.join(f'{size:.2f}' for size in soak_sandbox(10_000)[::10])} MiB")
+def test_ten_thousand_snippets(figure):
+    figure(f"10,000 snippets, memory of the helper: {' '.join(f'{size:.2f}' for size in soak_sandbox(10_000)[::10])} MiB")
 
 
-def test_ten_thousand_requests():
-    print(f"\nretriever: {' '.join(f'{size:.1f}' for size in soak_retriever(10_000))} MiB")
+def test_ten_thousand_requests(figure):
+    figure(f"10,000 requests, memory of the retriever: {' '.join(f'{size:.1f}' for size in soak_retriever(10_000))} MiB")

@@ -332,6 +332,22 @@ def test_modes_and_times_outside_are_not_its_to_change(tmp_path):
     assert told.count("Read-only file system") >= 17 and not session.notes, (told, session)
 
 
+def test_terminals_of_others_are_not_its_own(tmp_path):
+    """It has some of its own. In those that are there somebody may type a password, or read what it writes."""
+    master, slave = os.openpty()
+    path = os.ttyname(slave)
+    assert os.path.exists(path)
+    session, _ = hold(tmp_path, f"""
+(exec 3<> {path}) && echo BREACH
+python3 -c 'import os, pty; a, b = pty.openpty(); os.write(b, b"own"); print(os.read(a, 9))'""")
+    os.close(master)
+    os.close(slave)
+    if "without" in "".join(session.notes):
+        pytest.skip("no mounts of its own here")
+    said = (tmp_path / "transcript.txt").read_text()
+    assert session.end == "done" and said == "b'own'\n", said
+
+
 def test_places_of_its_own_are_all_its_own(tmp_path, both_ways, monkeypatch):
     """What an agent needs works behind the wall: its copy, TMPDIR, its state in HOME, devices, and common programs."""
     home = tmp_path / "home"

@@ -302,6 +302,14 @@ def test_attacks_are_contained(setting, user):
         assert "namespaces" in answer["layers"]["off"]
 
 
+def test_a_child_that_dies_leaves_no_core_file():
+    """Where core files are piped to a program, RLIMIT_CORE is not looked at; of what is not dumpable there is none."""
+    user = NOBODY if os.geteuid() == 0 else None
+    code = "import os; s = os.stat('/proc/self/environ'); print('BREACH' if s.st_uid == os.getuid() else s.st_uid)"
+    answer = run_host({"core": code}, "container", user)
+    assert answer["tool"]["core"] == ["ok", "0\n"] and answer["harness"]["core"] == ["request", "0\n"]
+
+
 @pytest.mark.parametrize("abi", [1, 3, 5])
 def test_attacks_are_contained_by_an_older_landlock(abi):
     """Without truncation (1), without TCP (3), without signals and abstract sockets (5)."""

@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -31,11 +33,13 @@ import config
 import export
 import math_answer
 import report
+import retriever
 import rollout
 import search_answer
 import server_call
 import whale
 import wire
+from chat_endpoint import check_settings_api
 from compare import write_comparison
 from config import ROOT, Config, load_split, load_splits, make_env
 from costs import describe, plan_search
@@ -44,6 +48,7 @@ from envs import ENVS, verify_cases
 from harness_api import is_plain, said_moves
 from lint import ForbiddenText, beyond_prompts, find_literals, lint, parse_harness, program_of
 from retriever import read_answer, read_request
+from rft import CheckpointError, read_checkpoint_record
 from rollout import RolloutConfig, parse_tool_calls
 from files import UsageError, sha256, write_sealed
 from sandbox import Limits, Sandbox
@@ -52,6 +57,7 @@ from search_index import Bm25Index, RetrieverError
 from server_call import ServerFailed
 from server_chat import Chat
 from server_engine import Server, ServerEngine
+from sessions import ProposerConfig
 from small import call
 from tasks import DataError, Task
 
@@ -228,6 +234,73 @@ def test_what_is_no_file_is_refused_at_every_door(tmp_path, door, kind):
     words = [tmp_path / "out" if word == "OUT" else word for word in DOORS[door]]
     out = ["--out", tmp_path / "out"] if words[0] in ("math", "search", "chess") else []
     refused(call(*words, given, *out), path)
+
+
+@pytest.mark.parametrize("words", (["check-harness", "math"], ["sandbox"], ["verify", "math", "--reference", "1", "--reply-file"], ["math", "--harness"]),
+                         ids=" ".join)
+def test_a_file_that_would_fill_the_memory_is_refused_by_name(tmp_path, words):
+    path = tmp_path / "huge.py"
+    path.touch()
+    os.truncate(path, 1 << 40)                          # takes no room on disk
+    refused(call(*words, path, *(["--out", tmp_path / "out"] if words[0] == "math" else [])), path, "is larger than")
+
+
+def test_a_huge_file_of_a_run_is_refused_by_name(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for name in ("final_harness.py", "config.json", "summary.json", "metrics.jsonl", "state.json"):
+        content = (tmp_path / "run" / name).read_bytes()
+        os.truncate(tmp_path / "run" / name, 1 << 40)
+        refused(call("report", tmp_path / "run"), name, "is larger than")
+        (tmp_path / "run" / name).write_bytes(content)
+
+
+def test_packed_cases_are_read_and_a_reference_has_a_limit(tmp_path):
+    """To parse one of a megabyte would take hours; of the same length in a data file, it does not verify against itself."""
+    row = {"id": "a", "reply": "\\boxed{1}", "reference": "1", "expected": 1}
+    path = tmp_path / "cases.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    assert verify_cases("math", path)["as_expected"] == 1 and call("verify", "math", "--cases", path)[0] == 0
+    endless = "\\boxed{" * 100_000 + "1" + "}" * 100_000
+    path.write_bytes(gzip.compress(json.dumps(row | {"reference": endless}).encode()))
+    refused(call("verify", "math", "--cases", path), path, "line 1", "reference", "is longer than")
+    (tmp_path / "reply").write_text("\\boxed{1}")
+    refused(call("verify", "math", "--reply-file", tmp_path / "reply", "--reference", endless[:3000]), "reference", "is longer than")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"id": "a", "question": "q", "answer": endless}))
+    refused(call("math", "--train", tasks, "--out", tmp_path / "out"), tasks, "line 1")
+
+
+MANIFESTS = {"a list": b"[1]", "a number": b"5", "null": b"null", "deep": DEEP.encode(), "inputs": b'{"inputs": [1], "sha256": 1}', "no UTF-8": b"\xff"}
+
+
+@pytest.mark.parametrize("kind", (*MANIFESTS, "pipe", "folder"))
+def test_a_manifest_that_is_none_is_refused(tmp_path, kind):
+    """Of splits, of an index, and of a checkpoint."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    for name in ("train.manifest.json", "manifest.json", "trainer.json"):
+        match kind:
+            case "pipe":
+                os.mkfifo(folder / name)
+            case "folder":
+                (folder / name).mkdir()
+            case _:
+                (folder / name).write_bytes(MANIFESTS[kind])
+    (folder / "train.jsonl").touch()
+    sources = [f"--from={name}={EMBEDDED['math'] / split}.jsonl" for name, split in (("dapo", "train"), ("aime2024", "harness"), ("aime2025", "test"))]
+    refused(call("data", "math", "--out", folder, *sources), folder, "train.manifest.json")
+    for more in ((), ("--build",)):
+        refused(call("retriever", "--corpus", EMBEDDED["search"] / "corpus.jsonl", "--index", folder, *more), f"--index {folder}")
+    with pytest.raises(CheckpointError, match="trainer.json"):
+        read_checkpoint_record(folder)
+
+
+@pytest.mark.parametrize("record", (5, [], {}, {"sha256": []}, {"sha256": {"x": 1}}), ids=str)
+def test_a_checkpoint_record_of_another_kind_is_refused(tmp_path, record):
+    """Its seal fits: whoever makes a folder can seal it."""
+    (tmp_path / "trainer.json").write_text(json.dumps({"record": record, "sha256": sha256(json.dumps(record, sort_keys=True))}))
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        read_checkpoint_record(tmp_path)
 
 
 FILES = {
@@ -642,6 +715,43 @@ def test_settings_that_contradict_each_other_are_refused(begin, domain, method, 
     ids=lambda words: " ".join(words)[:60])
 def test_words_that_make_no_command_are_refused(tmp_path, words):
     assert refused(call(*words, *(["--out", tmp_path / "out"] if words[:1] in (["math"], ["compare"], ["eval"]) else []))).count("\n") < 60
+
+
+WORDS_WITH_PATHS = (["export", "RUN", "--out"], ["report"], ["sandbox"], ["verify", "math", "--cases"], ["data", "math", "--out"], ["retriever", "--corpus"],
+                    ["check-harness", "math"], ["math", "--out"], ["math", "--name"], ["gpu-check", "--out"], ["bench", "--quick", "--out"])
+
+
+@pytest.mark.parametrize("words", WORDS_WITH_PATHS, ids=" ".join)
+def test_a_name_that_is_no_text_is_refused(finished, words):
+    """As Linux allows and this program's own records and libraries' do not."""
+    refused(call(*(finished if word == "RUN" else word for word in words), "caf\udce9"), r"'caf\udce9'", "UTF-8")
+
+
+@pytest.mark.parametrize("host", ("x" * 70, "a..b", "\u2488com"))
+def test_a_host_that_cannot_be_is_refused(tmp_path, monkeypatch, host):
+    """Python's codec for names of hosts raises neither OSError nor what a library has for it."""
+    monkeypatch.setattr(retriever, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(search_answer, "BACKOFF_S", 0.0)
+    refused(call("retriever", "--corpus", EMBEDDED["search"] / "corpus.jsonl", "--port", "0", "--host", host), f"--host {host}")
+    url = f"http://{host}:9/v1"
+    with pytest.raises(retriever.RetrieverDown, match=url):
+        retriever.open_retriever(url).search(["a"], 1)
+    with pytest.raises(ServerFailed, match=url):
+        server_call.Client().call(url, "GET", "/models")
+    with pytest.raises(search_answer.JudgeDown):
+        search_answer.Judge(url, "m").check()
+    with pytest.raises(UsageError, match=url):
+        check_settings_api(ProposerConfig(proposer_url=url))
+
+
+def test_what_nobody_foresaw_is_one_line_without_secrets(tmp_path):
+    """In the program as it is started. The whole is shown where it is asked for, without secrets too."""
+    (tmp_path / "broken.py").write_text("import stop\nstop.listen()\nraise TypeError('no such canary-in-a-key')\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SOME_KEY": "canary-in-a-key"}
+    for shown in ("", "1"):
+        done = subprocess.run([sys.executable, tmp_path / "broken.py"], capture_output=True, text=True, env=env | {"WHALE_TRACEBACK": shown})
+        assert done.returncode == 1 and "TypeError" in done.stderr and "no such [SOME_KEY]" in done.stderr and "line 3" in done.stderr
+        assert ("Traceback" in done.stderr) == bool(shown) and "canary" not in done.stderr and (shown or done.stderr.count("\n") == 1)
 
 
 # ---- 5. what servers answer ---------------------------------------------------------------------------------------------

@@ -6,13 +6,16 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import arms
+import cli
 import compare
+from config import Config
 from files import UsageError
 from small import SMALL, call, edit, start
 from stats import bootstrap_ci, paired_ci
@@ -192,6 +195,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path):
     assert content(folder)["missing"] == ["weight-seed3"] and [a["name"] for a in content(folder)["arms"]] == ["harness-seed3"]
 
 
+@pytest.mark.slow
 def test_schedules_are_compared_to_one_budget(tmp_path):
     code, output = call("compare", "math", *SMALL, "--schedules", "0.05:2,0.025:2", "--seeds", "1", "--rollouts", "360", "--out", tmp_path)
     assert code == 0, output
@@ -255,3 +259,12 @@ def test_read_variants():
     for methods, schedules, words in (("wahle", None, "methods are"), ("", None, "methods are"), ("whale,", None, "methods are"), (None, "", "E:I")):
         with pytest.raises(UsageError, match=words):
             compare.read_variants(methods, schedules)
+
+
+def test_an_arm_gets_each_setting_whatever_it_begins_with(tmp_path, monkeypatch):
+    """A folder's name may begin with a dash, which argparse takes for a flag where it stands alone."""
+    cfg = Config("math", out=str(tmp_path), name="-name", harness_set="--harness.jsonl", top_p=0.5, seed=7)
+    monkeypatch.setattr(arms.subprocess, "Popen", lambda words, **_: words)
+    _, _, *words = arms.start_arm(arms.Arm("whale", cfg), 1)
+    given = cli.build_parser().parse_args(words)
+    assert all(getattr(given, key) in (value, None) for key, value in asdict(cfg).items()) and given.name == "-name"

@@ -293,6 +293,10 @@ FILES = {
     "dunder name": ("lint", harness("x = __builtins__\n" + ASK)),
     "module attribute as a channel": ("lint", harness("re.seen = task\n" + ASK)),
     "shared constant as a channel": ("lint", harness("PYTHON['function']['name'] = 'x'\n" + ASK)),
+    "a module inside a module": ("lint", harness("json.codecs.builtins.open('x')\n" + ASK, top="import json")),
+    "a channel inside a module": ("lint", harness("json.decoder.BACKSLASH.setdefault('x', [])\n" + ASK, top="import json")),
+    "a module from a module": ("lint", harness(ASK, top="from statistics import sys")),
+    "a module's private name": ("lint", harness(ASK, top="from random import _inst as shared")),
     "private attribute of a module": ("lint", harness("x = re._cache\n" + ASK)),
     "branch on the question": ("lint", harness(f"if 'apples' in task['question']:\n    return\n{ASK}")),
     "branch on an alias": ("lint", harness(f"q = task.get('question').lower()\nif re.match('b', q):\n  return\n{ASK}")),
@@ -348,8 +352,37 @@ def test_cheats_are_refused_by_their_text(name, tokenizer, sandbox, monkeypatch)
 def test_what_is_made_while_the_file_is_read_does_not_grow():
     text = "A = '" + "a" * 9000 + "'" + ".replace('a', 'aaaaaaaaaaaa')" * 40 + "\nB = '%999999999d' % 1\nC = '{:>999999999}'.format(1)"
     assert lint.find_literals(ast.parse(text), FORBIDDEN["math"]) == ""
+    steps = "".join(f".replace('b{i}', 'b{i + 1}')" for i in range(45))
+    row = "A = '" + "a" * 100 + "'.replace('a', '" + "b0 " * 100 + "')" + steps + "\n"
+    assert "put together" in lint.find_literals(ast.parse(row * (lint.MAX_SOURCE_BYTES // len(row))), FORBIDDEN["math"])
     bomb = base64.b64encode(zlib.compress(b"a" * 50_000_000)).decode()
     assert max(map(len, lint.decodings(bomb))) <= max(len(bomb), lint.MAX_SOURCE_BYTES)
+
+
+def test_a_prompt_that_fits_no_model_is_no_work_for_scripted_ones(tokenizer, sandbox, monkeypatch):
+    """Kept as ids, a megabyte of prompt in each call would fill the memory. What fits the real one is probed."""
+    kept, run = [], rollout.run
+
+    def spy(*args, **kwargs):
+        traces = run(*args, **kwargs)
+        kept.extend(len(call.prompt_ids) for trace in traces for call in trace.calls)
+        return traces
+
+    monkeypatch.setattr(rollout, "run", spy)
+    monkeypatch.setattr(gates, "N_PROBE_TASKS", 2)
+    source = harness("for n in (1, 2):\n    yield generate(chat('', f'word {n} ' * 20_000))")
+    check(source, tokenizer, sandbox)
+    assert not kept
+    engine = ScriptedEngine(tokenizer, lambda prompt: "I don't know.", 1 << 20)
+    gates.check_harness(source, ENVS["math"](), engine, sandbox, TASKS["math"], FORBIDDEN["math"], CFG, SEED)
+    assert max(kept) > 40_000
+
+
+@pytest.mark.parametrize("domain, piece", list(product(("math", "search"), ("(", "1(", "a", "answer is ", "((1 ", "?"))))
+def test_no_prompt_makes_a_scripted_model_take_its_square(domain, piece, envs):
+    """In a second or so; what takes the square of a megabyte takes hours."""
+    for _, model, _ in gates.null_models(envs[domain], TASKS[domain][:2]):
+        model(piece * (900_000 // len(piece)))
 
 
 def test_common_words_of_a_domain_are_no_question():

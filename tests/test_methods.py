@@ -113,17 +113,17 @@ def test_a_proposer_that_breaks_the_rule_is_refused_with_the_reason(tmp_path, mo
 
 def test_harness_only_is_one_search(tmp_path):
     """Its phases go on with one archive: the first incumbent is scored once, no program is tried twice."""
-    folder = run(tmp_path, "--method", "harness", "--rollouts", str(24 * 9), "--iterations", "2")
+    folder = run(tmp_path, "--method", "harness", "--rollouts", str(24 * 7), "--iterations", "2")
     assert [path.name for path in folder.glob("harness/*")] == ["cycle_01"]
     history = [json.loads(line) for line in (folder / "harness/cycle_01/history.jsonl").read_text().splitlines()]
     assert [row["name"] for row in history] == [f"h{i}" for i in range(len(history))]
-    assert sum(not row["refused"] for row in history) == 9
+    assert sum(not row["refused"] for row in history) == 7
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["rollouts"]["harness"] == 24 * 9 and summary["cycles"] == 2
+    assert summary["rollouts"]["harness"] == 24 * 7 and summary["cycles"] == 2
     scores = [row["mean"] for row in history if not row["refused"]]
     best = [row["best_score"] for row in rows(folder) if row["kind"] == "iteration"]
     assert best == sorted(best) and best[-1] == max(scores) and len(best) == summary["harness_iterations"]
-    assert [row["iteration"] for row in rows(folder) if row["kind"] == "iteration"] == [1, 2, 3, 4]
+    assert [row["iteration"] for row in rows(folder) if row["kind"] == "iteration"] == [1, 2, 3]
 
 
 def test_the_last_step_is_cut_to_the_budget(tmp_path):
@@ -132,7 +132,7 @@ def test_the_last_step_is_cut_to_the_budget(tmp_path):
     assert json.loads((folder / "state.json").read_text())["n_drawn"] == 25
 
 
-@pytest.mark.parametrize("finish, n_searches", [("budget", 0), ("harness", 1)])
+@pytest.mark.parametrize("finish, n_searches", [("budget", 0), pytest.param("harness", 1, marks=pytest.mark.slow)])
 def test_a_budget_that_ends_after_weights(tmp_path, finish, n_searches):
     """Said in the log; --finish harness adds the phase, whole, beyond the budget."""
     folder = run(tmp_path, "--method", "whale", "--rollouts", "260", "--finish", finish)
@@ -142,7 +142,8 @@ def test_a_budget_that_ends_after_weights(tmp_path, finish, n_searches):
     assert summary["rollouts"]["harness"] == n_searches * 4 * 24
 
 
-@pytest.mark.parametrize("method, moment", [("harness", "finish_iteration"), ("weight", "finish_weight_step"), ("whale", "finish_iteration")])
+@pytest.mark.parametrize("method, moment", [("harness", "finish_iteration"), ("weight", "finish_weight_step"),
+                                            pytest.param("whale", "finish_iteration", marks=pytest.mark.slow)])
 def test_a_run_stopped_after_its_last_step_still_ends_well(tmp_path, monkeypatch, method, moment):
     """The budget is spent, but the phase is not over: what was found is adopted and measured, as without the stop."""
     flags = ["--method", method, "--rollouts", {"harness": "120", "weight": "256", "whale": "352"}[method]]

@@ -84,6 +84,16 @@ def test_a_trace_holds_all_that_happened(sandbox):
     assert "42" not in trace.why.replace("boxed 42", "")
 
 
+def test_random_numbers_of_a_harness_tell_no_other_harness_its_task(sandbox):
+    """A twin has the id of its task, so a table by random numbers would pass the gates."""
+    source = H0.replace("def run(task):", "import random\ndef run(task):\n    task = {'question': str(random.random())}")
+
+    def first_prompt(source):
+        return ask(sandbox, source, lambda prompt, call: "no").events[0]["request"]["messages"]
+
+    assert first_prompt(source) == first_prompt(source) != first_prompt(source + "# another file")
+
+
 def test_only_sampled_tokens_carry_loss(engine, sandbox, tasks):
     """Every supervised token is one that the engine returned, in order; the masks cover ids exactly; one row a rollout,
     since h0 only ever appends."""

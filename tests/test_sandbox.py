@@ -226,15 +226,16 @@ def test_a_lost_helper_is_infra_and_is_replaced(monkeypatch, how, which):
 
 ECHO = """
 import random
-from harness_api import PYTHON, chat, generate, python, tool_result
-PYTHON["seen"] = PYTHON.get("seen", 0) + 1
+from harness_api import PYTHON, SEARCH, chat, generate, python, tool_result
+for schema in (PYTHON, SEARCH):
+    schema["seen"] = schema.get("seen", 0) + 1
 count = 0
 def run(task):
     global count
     count += 1
     messages = chat("", task["question"])
     for turn in range(3):
-        reply = yield generate(messages, tools=[PYTHON], max_tokens=count)
+        reply = yield generate(messages, tools=[PYTHON, SEARCH], max_tokens=count)
         print("discarded")
         messages.append(reply.message)
         for call in reply.tool_calls:
@@ -285,7 +286,7 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
     assert seen[0] == seen[1]
     assert [[event.kind for event in events] for events in seen[0]] == [["request"] * 5 + ["done"]] * len(TASKS)
     assert len({events[2].request["messages"][2]["content"] for events in seen[0]}) == len(TASKS)   # own random numbers
-    assert all(e.request["max_tokens"] == 1 and e.request["tools"][0]["seen"] == 1
+    assert all(e.request["max_tokens"] == 1 and [tool["seen"] for tool in e.request["tools"]] == [1, 1]
                for events in seen[0] for e in events if e.request and e.request["type"] == "generate")
 
 
@@ -326,6 +327,34 @@ def test_what_somebody_else_kills_is_run_again(monkeypatch, how):
             assert result.status in status.split() and words in result.output
 
 
+def test_the_place_of_a_program_tells_no_other_file_its_task(box):
+    """Programs of a worker can count themselves. The order of their starts and of their answers is the file's own: else
+    a table made from an earlier file's traces would tell a later one which task it has."""
+    source = """
+import textwrap
+from harness_api import chat, generate
+
+def count():
+    seen = textwrap.TextWrapper.unicode_whitespace_trans
+    seen["n"] = seen.get("n", 0) + 1
+    return seen["n"]
+
+def run(task):
+    first = count()
+    yield generate(chat("", str(first)))
+    yield generate(chat("", str(count())))
+"""
+    orders = []
+    for text in (source, source, source + "# another file"):
+        programs = Programs(box, text, QUICK)
+        orders.append([[event.request["messages"][-1]["content"] for event in events if event.request] for events in play(programs, ["x"] * 20)])
+        programs.close()
+    assert orders[0] == orders[1]
+    for turn, ours, others in zip(range(2), zip(*orders[0], strict=True), zip(*orders[2], strict=True), strict=True):
+        assert sorted(map(int, ours)) == list(range(20 * turn + 1, 20 * turn + 21)) != list(map(int, ours))
+        assert ours != others
+
+
 @pytest.mark.parametrize("attack, kind, words", [
     ("while True: pass", "killed", "time limit of 0.5 s"),
     ("import time; time.sleep(999)", "killed", "time limit of 0.5 s"),
@@ -338,7 +367,7 @@ def test_what_somebody_else_kills_is_run_again(monkeypatch, how):
     ("os.write(0, b'\\\\xff' * 1000)", "killed", "own channel"),
     ("import json; p = b'[' * 100000; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
     ("p = b'{\"id\": 3, \"kind\": \"done\"}'; os.write(0, len(p).to_bytes(4, 'little') + p)", "killed", "own channel"),
-    ("1 / 0", "error", "ZeroDivisionError: division by zero (line 19 of the harness)"),
+    ("1 / 0", "error", "ZeroDivisionError: division by zero (line 20 of the harness)"),
     ("raise SystemExit", "error", "SystemExit"),
     ("def f(): f()\n            f()", "error", "RecursionError"),
     ("open('/etc/passwd')", "error", "PermissionError"),
@@ -355,6 +384,7 @@ def test_what_somebody_else_kills_is_run_again(monkeypatch, how):
     ("yield generate([])", "error", "messages must be"),
     ("yield generate(messages, max_tokens=float('nan'))", "error", "max_tokens must be"),
     ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': float('nan')}}])", "error", "JSON"),
+    ("yield generate(messages, tools=[{'function': {'name': 'f', 'x': [[]] * 2000}}])", "error", "at most 1000 values"),
     ("m = []; m.append(m); yield generate(messages, tools=m)", "error", "tools must be"),
     ("yield {'type': 'python', 'code': '1', 'seed': 1}", "error", "no field 'seed'"),
 ])

@@ -5,6 +5,7 @@ Whole small runs with planted keys, against servers that say them back; then eve
 
 import ast
 import contextlib
+import html
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import huggingface_hub
 import numpy as np
@@ -29,6 +30,7 @@ import agent_cmd
 import keys
 import retriever
 import search_index
+import server_engine
 from chat_endpoint import check_settings_api
 from cli import build_parser
 from config import PRESETS, ROOT, Config, check_urls, pin_model, train_config
@@ -92,7 +94,8 @@ class EchoHandler(BaseHTTPRequestHandler):
         asked = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         given = self.headers.get("Authorization", "")
         self.server.given.append(given)
-        content = json.dumps(self.server.body(given, json.loads(asked or b"{}"))).encode()
+        content = self.server.body(given, json.loads(asked or b"{}"))
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(self.server.status)
         for name, value in {"Content-Length": str(len(content)), "X-Given": given, **self.server.headers}.items():
             self.send_header(name, value)
@@ -335,6 +338,34 @@ def test_a_server_that_says_the_key_back(ask, serve, planted, tmp_path):
         server = serve(status, lambda given, _: {"error": given, "url": f"/x?key={quote(given, safe='')}", "pad": given * 99})
         said = ask(server.url, tmp_path)
         assert server.given[0].startswith("Bearer canary/") and found_in(said.encode()) == set() and "canary" not in said
+
+
+def spellings(key: str) -> list[str]:
+    """As libraries of servers write a text: URLs with and without the slash, in either case; HTML; JSON with escapes."""
+    every = "".join(rf"\u{ord(letter):04x}" for letter in key)
+    return [quote(key), quote(key, safe=""), quote(key, safe="").lower(), html.escape(key), every, every.upper().replace(r"\U", r"\u"),
+            key.replace("+", r"\u002B").replace("=", r"\u003d"), rf"\u{ord(key[0]):04x}{key[1:-1]}\u{ord(key[-1]):04x}"]
+
+
+def test_a_key_is_found_however_a_server_spells_it(serve, monkeypatch, tmp_path):
+    """In an error, in the name of a model, and in a reply, which becomes a trace."""
+    key = "sk-canary/a+b&c=d'e"
+    for name in ("WHALE_ENGINE_KEY", "WHALE_PROPOSER_KEY"):
+        monkeypatch.setenv(name, key)
+    monkeypatch.setattr(server_engine, "PAUSE_S", 0.0)
+    answer = {"data": [{"id": "m"}, {"id": "n ###"}], "choices": [{"message": {"content": "It is ###."}, "finish_reason": "stop"}]}
+    for n, said in enumerate(spellings(key)):
+        server = serve(200, lambda given, asked, said=said: json.dumps(answer).replace("###", said).encode())
+        refusals = ask_engine(server.url, tmp_path) + ask_proposer(server.url, tmp_path)
+        out = tmp_path / f"out{n}"
+        code, output = call("eval", "math", "--engine", "server", "--urls", server.url, "--model", "m", "--test", f"{DATA}/test.jsonl[:1]",
+                            "--n", "1", "--out", out)
+        assert code == 0, output
+        kept = "".join(path.read_text() for path in out.rglob("*.jsonl"))
+        assert "It is [WHALE_" in kept and refusals.count("n [WHALE_") == 2
+        for text in (kept, refusals, output):
+            text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda code: chr(int(code[1], 16)), text)
+            assert not any(key in form for form in (text, unquote(text), html.unescape(text))), said
 
 
 @ASKERS

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -189,6 +190,16 @@ def test_what_searches_found_is_remembered_within_bytes(monkeypatch):
     use("again")
     use("again")
     assert asked.count("again") == 1
+
+
+@pytest.mark.parametrize("letter", "x ")
+def test_what_searches_asked_is_remembered_within_bytes(monkeypatch, letter):
+    monkeypatch.setattr(envs, "MAX_FOUND_BYTES", 10 << 20)
+    env = SearchEnv()
+    env.retriever = SimpleNamespace(search=lambda queries, topk: [[] for _ in queries])
+    for n in range(30):
+        env.use_tools([ToolUse([], {"query": letter * ((1 << 20) + n), "topk": 1, "max_tokens": 5}, "", 0)], None)
+        assert sum(len(query) for _, query in env.found) < 15 << 20
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.csv", "a.json", "a.jsonl.zst"])
