@@ -123,7 +123,7 @@ def last_line(path: Path) -> str:
 
 
 def last_result(arm: Arm) -> str:
-    summary = read_json(arm.folder / "summary.json")
+    summary = read_sealed(arm.folder / "summary.json")
     return (f"test mean@{summary['n_eval']} {summary['base_mean8']['mean']:.3f} -> {summary['final_mean8']['mean']:.3f}"
             f" in {sum(summary['seconds'].values()):.0f} s")
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from acceptance import pareto_front
-from files import Damaged, in_order, iter_jsonl, read_sealed
+from files import Damaged, in_order, iter_jsonl, read_sealed, read_text, sha256
 from task_text import Finding
 
 N_CYCLES = 10           # earlier ones that a proposer is told of: with all, what it reads would grow without end
@@ -103,9 +103,10 @@ def earlier_findings(folder: Path) -> list[Finding]:
     archives = archives[:archives.index(folder)] if folder in archives else archives
     for archive in [path for path in archives if (path / "acceptance.json").exists()][-N_CYCLES:]:
         record, rows = read_sealed(archive / "acceptance.json"), list(iter_jsonl(archive / "history.jsonl"))
-        if sum(isinstance(row, dict) and "name" in row for row in rows) < record["n_candidates"]:
-            raise Damaged(f"{archive / 'history.jsonl'} is damaged: {record['n_candidates']} candidates were written. "
-                          "Put it back from a copy")
+        written = read_text(archive / "history.jsonl").splitlines(keepends=True)[:record["n_candidates"]]
+        if sha256("".join(written)) != record["history"]:
+            raise Damaged(f"{archive / 'history.jsonl'} is damaged: it is not what was written of its "
+                          f"{record['n_candidates']} candidates. Put it back from a copy")
         means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}
         found += [Finding(int(archive.name.removeprefix("cycle_")), row["name"], row["mean"], tuple(row["ci95"]),
                           means[row["parent"]], row["hypothesis"], row["name"] == record["name"])

@@ -51,7 +51,7 @@ def collect(folder: Path) -> dict:
         arm = folder / "arms" / name
         if not (arm / "state.json").exists() or not read_sealed(arm / "state.json")["complete"]:
             continue
-        (config, state, metrics), summary = read_run(arm), read_json(arm / "summary.json")
+        (config, state, metrics), summary = read_run(arm), read_sealed(arm / "summary.json")
         own = comparable(read_json(arm / "config.json"), asked["varies"])
         settings = settings or own
         if differing := differing_settings(settings, own):

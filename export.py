@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from engine import Model, load_model, load_tokenizer, locate, naming_the_model, untied_weights
 from report import as_usage_error, read_run
 from rft import read_checkpoint_record
-from files import UsageError, in_order, naming, read_json, read_text, sha256, write_atomically
+from files import UsageError, in_order, naming, read_sealed, read_text, sha256, write_atomically
 from rundir import best_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,7 +41,7 @@ def export_run(run: Path, out: Path, which: str, dtype: str, trust_remote_code: 
     with as_usage_error(run):
         config, state, _ = read_run(run)
         point = best_of(state["evals"]) if which == "best" else state["evals"][-1]
-        step, summary = point["weight_step"], read_json(run / "summary.json")
+        step, summary = point["weight_step"], read_sealed(run / "summary.json")
         checkpoint = run / "weights" / f"step_{step:06d}" if step else None
         harness = harness_of(run, config, point["harness_sha"])
     if checkpoint:

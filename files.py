@@ -103,9 +103,11 @@ def write_sealed(path: Path, record: dict) -> None:
 
 
 def read_sealed(path: Path, remedy: str = "Put it back from a copy") -> dict:
-    record = read_json(path)
     try:
+        record = read_json(path)
         is_whole = record.pop("sha256", None) == sha256(json.dumps(record))
+    except Damaged as error:
+        raise Damaged(f"{error}. {remedy}") from None
     except RecursionError:                              # writing nests deeper than reading did
         is_whole = False
     if not is_whole:

@@ -40,7 +40,7 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from files import fingerprint, read_bytes, read_sealed, sha256, write_atomically, write_sealed
+from files import Damaged, fingerprint, read_sealed, read_text, sha256, write_atomically, write_sealed
 from rundir import scorer_paths
 from sandbox import Sandbox
 from stats import bootstrap_ci
@@ -141,7 +141,8 @@ class Search:
             raise SearchError(f"the engine serves weights {self.engine.version}, this phase began on {self.version}")
         number = self.n_iterations + 1
         if replay and number > 1 and not self._marker(number).exists():
-            raise SearchError(f"{self._marker(number)} is gone: what was proposed is not known. Give another --name")
+            raise SearchError(f"{self._marker(number)} is gone: what was proposed is not known. Put it back from a "
+                              "copy, or give another --name")
         n_candidates = min(self.n_candidates, at_most or self.n_candidates)
         self.bill = Bill(0, 0)
         candidates = self._propose(number, n_candidates, usd_left, proposals_left) if number > 1 else \
@@ -152,7 +153,7 @@ class Search:
             if replay and not all(found.values()):
                 gone = next(name for name, outcome in found.items() if not outcome)
                 raise SearchError(f"{self.folder / gone}: the score of this finished candidate is gone or of other "
-                                  "settings. Give another --name")
+                                  "settings. Put it back from a copy, or give another --name")
             found |= self._finish([c for c in group if not found[c.name]], candidates)
             outcomes += [found[candidate.name] for candidate in group]
             if not replay:                                                      # a reader meanwhile sees all of it
@@ -181,7 +182,8 @@ class Search:
                                 "nothing was better" if best is incumbent else "the best score")
         write_sealed(path, {
             "name": accepted.candidate.name, "rule": self.rule, "why": accepted.why, "phase": phase, "incumbent": name,
-            "n_candidates": len(self.outcomes), "confirmed": [asdict(row) for row in accepted.confirmed]})
+            "n_candidates": len(self.outcomes), "history": sha256("".join(map(history_row, self.outcomes))),
+            "confirmed": [asdict(row) for row in accepted.confirmed]})
         write_atomically(self.folder / "accepted.txt", accepted.candidate.name + "\n")
         return accepted
 
@@ -279,9 +281,10 @@ class Search:
         return candidates
 
     def _read(self, name: str, sha: str) -> Candidate:
-        source = read_bytes(self.folder / name / "harness.py").decode("utf-8", "replace")
+        source = read_text(self.folder / name / "harness.py")
         if sha256(source) != sha:
-            raise SearchError(f"{self.folder / name / 'harness.py'} was changed after it was proposed")
+            raise SearchError(f"{self.folder / name / 'harness.py'} was changed after it was proposed. Put it "
+                              "back from a copy")
         proposal = read_sealed(self.folder / name / "proposal.json")
         return Candidate(**proposal | {"mechanisms": tuple(proposal["mechanisms"]), "source": source})
 
@@ -376,7 +379,7 @@ class Search:
         tally.add(traces, time.monotonic() - started)
         why = said_against(check_traces(traces, tasks, self.env, self.engine.tokenizer))
         if self.rule == "race" and not why:
-            record = {"key": self.score_key(candidate), **vars(tally)}
+            record = {"key": self.score_key(candidate), "traces": sha256("\n".join(rows)), **vars(tally)}
             write_sealed(folder / "rounds.json", record)
         return why
 
@@ -386,6 +389,9 @@ class Search:
         record = read_sealed(path, AGAIN) if path.exists() else {}
         if record.pop("key", None) != self.score_key(candidate):
             return Tally()
+        traces = self.folder / candidate.name / "traces.jsonl"
+        if sha256("\n".join(read_text(traces).splitlines()[:len(record["rewards"])])) != record.pop("traces", ""):
+            raise Damaged(f"{traces} is cut or changed. Remove {path}: then it is played again")
         return Tally(**record | {name: Counter(record[name]) for name in ("statuses", "failures", "cost")})
 
     def _score(self, entrant: Entrant, stopped: str = "") -> Outcome:

@@ -54,6 +54,7 @@ OVERSLEPT_S = 1.0                   # one that took so much longer was no wait: 
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
+KILLED = ("it died of SIGKILL", "it died of SIGTERM", "it died of SIGHUP")      # nothing in the jail can send a signal
 
 
 @dataclass(frozen=True)
@@ -520,6 +521,7 @@ class Helper:
         self.queue: deque[tuple[int | str, bytes, Limits]] = deque()
         self.snippets: list[Child] = []
         self.workers: dict[str, int] = {}           # job -> pid
+        self.once_more: set[int | str] = set()      # snippets that run again
         ours, theirs = socket.socketpair()
         pid = self.fork(theirs, "snippet", Limits().memory_mb, math.ceil(Limits().seconds))
         with ours, ours.makefile("rb") as lines:    # a throw-away child proves the layers: our first message
@@ -626,6 +628,10 @@ class Helper:
         status = ("infra" if not child.is_trusted else "killed" if child.why else "ok" if code == 0
                   else "error" if code == EXIT_RAISED else "killed")
         why = child.why or cause_of_death(code, child.limits, math.inf if child.is_late else cpu_s)
+        if why in KILLED and child.job not in self.once_more:    # perhaps by somebody else
+            self.once_more.add(child.job)
+            return self.queue.append((child.job, child.code, child.limits))
+        self.once_more.discard(child.job)
         self.tell({"job": child.job, "status": status, "why": why, "n_bytes": child.n_bytes}, child.head + child.tail)
 
 

@@ -134,7 +134,7 @@ def page_of(folder: Path, running: bool) -> dict:
     archives = [path for path in in_order(folder.glob("harness/cycle_*"))
                 if (path / "history.jsonl").exists() or (path / "accepted.txt").exists()]
     first = next(iter(in_order(folder.glob("harness/*/h0/harness.py"))), None)
-    summary = read_json(folder / "summary.json")
+    summary = read_sealed(folder / "summary.json")
     return {
         "title": f"{config['method']} on {config['domain']}, seed {config['seed']}", "config": config,
         "mark": report_mark(folder),
@@ -206,7 +206,7 @@ def cycle_of(folder: Path) -> dict:
     files = {row["name"]: below(folder, row["name"]) / "harness.py" for row in rows}
     accepted, why, confirmed = "", "", {}
     if (folder / "accepted.txt").exists():
-        record = read_json(folder / "acceptance.json")
+        record = read_sealed(folder / "acceptance.json")
         if record["n_candidates"] == len(rows):             # else of an earlier phase, and the search has gone on since
             accepted, why = record["name"], record["why"]
             confirmed = {row["name"]: "on fresh seeds {:+.3f} [{:+.3f}, {:+.3f}]".format(row["difference"], *row["ci"])
@@ -245,7 +245,7 @@ def sessions_of(folder: Path) -> list[list[str]]:
     """A row a session of an agent that proposed; a cost that is not known is said to be unknown."""
     rows = []
     for path in in_order(folder.glob("sessions/*/session_*.json")):
-        session = read_json(path)
+        session = read_sealed(path)
         usd, tok = session.get("usd"), [session.get(key) for key in ("prompt_tok", "completion_tok")]
         said = [*session.get("notes", []), *(f"changed {name}" for name in session.get("tampered", []))]
         if session.get("n_strays"):
@@ -262,7 +262,7 @@ def sessions_of(folder: Path) -> list[list[str]]:
 @lru_cache(maxsize=1024)
 def rewards_of(path: Path, changed_ns: int) -> dict[str, float]:
     """By task. A run writes its page after each phase, and a score does not change."""
-    return read_json(path)["rewards"]
+    return read_sealed(path)["rewards"]
 
 
 def failure_changes(rows: list[dict], row: dict) -> list[tuple[str, int, int]]:

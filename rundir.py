@@ -30,7 +30,7 @@ from screen import Screen
 from track import NO_TRACKER, TrackerError
 
 ROOT = Path(__file__).resolve().parent
-FORMAT = 4                              # of the directory; a run of another one is neither resumed nor reported on
+FORMAT = 5                              # of the directory; a run of another one is neither resumed nor reported on
 FOLDERS = ("weights", "harness", "eval", "rollouts", "set_aside", "serving")    # others are a tracker's
 LEDGER = ("setup", "weight", "harness", "gates", "eval")        # what is paid for ...
 AMOUNTS = ("rollouts", "model_calls", "prompt_tok", "completion_tok", "tool_calls", "proposals", "proposer_calls",

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field, replace
 import harness_api
 import jail
 from jail import (
-    AUDIT_ARCH, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits, cause_of_death,
-    cut_frames, readable, split_message, to_json)
+    AUDIT_ARCH, KILLED, LAYERS, MACHINE, MAX_CODE_BYTES, MAX_REQUEST_BYTES, OVERSLEPT_S, Channel, Limits,
+    cause_of_death, cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
 MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
@@ -272,7 +272,7 @@ class Programs:
         self.sandbox, self.source, self.limits = sandbox, source, limits
         self._programs: dict[int, Program] = {}
         self._unsent: list[tuple[Program, bytes]] = []
-        self._n_deaths = 0
+        self._n_deaths = self._n_kills = 0
         self._workers: list[Worker | None] = [None] * n_workers
         for slot in range(n_workers):
             self._start_worker(slot)
@@ -390,10 +390,12 @@ class Programs:
     def _bury(self, worker: Worker, why: str) -> None:
         """End a worker that is dead or must die, blame the program that ran, bring the others back in a new worker."""
         answer = self._end(worker)
-        if answer is not None:
+        why = why or answer and cause_of_death(answer["exit"], self.limits) or "it ended its worker"
+        if why in KILLED and self._n_kills < MAX_DEATHS:
+            self._n_kills += 1              # perhaps by somebody else, such as a machine out of memory: once more
+        elif answer is not None:
             self._n_deaths += 1
             if worker.pending:
-                why = why or cause_of_death(answer["exit"], self.limits) or "it ended its worker"
                 worker.pending[0].event = Event("killed", None, why)
         lives = [p for p in self._programs.values() if p.event is None or p.event.kind == "request"]
         ours = [p for p in lives if p.program_id % len(self._workers) == worker.slot]

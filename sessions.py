@@ -30,7 +30,7 @@ from candidates import Bill, Candidate, ProposalRequest, select_best
 from harness_search import SearchError
 from keys import redact
 from rollout import derive_seed
-from files import fingerprint, in_order, read_json, write_atomically
+from files import fingerprint, in_order, read_sealed, write_atomically, write_sealed
 from screen import plain
 
 ROOT = Path(__file__).resolve().parent
@@ -128,12 +128,12 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
                  closed: tuple[Path, ...], guarded: tuple[Path, ...], waived: tuple[str, ...],
                  say: Callable[[str], None]) -> tuple[list[Candidate], Session]:
     """One session -> what it left, and how it ended. Its record is there while it runs, so that none is forgotten."""
-    records = [read_json(path) for path in request.notes.glob("session_*.json")]
+    records = [read_sealed(path) for path in request.notes.glob("session_*.json")]
     number, n_ended = 1 + len(records), sum(record["end"] != "killed" for record in records)
     record = request.notes / f"session_{number}.json"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))              # only this user can look into it
     copy = folder / "work"
-    write_atomically(record, json.dumps({"end": "running", "folder": str(folder)}) + "\n")
+    write_sealed(record, {"end": "running", "folder": str(folder)})
     transcript = request.notes / f"transcript_{number}.txt"
     say(f"asking the proposer for {', '.join(request.slots)}, for {settings.proposer_s:,.0f} s at most; {transcript}")
     limits = [usd for usd in (settings.proposer_usd or None, request.usd_left and
@@ -155,9 +155,9 @@ def hold_session(request: ProposalRequest, settings: ProposerConfig, run_agent: 
         remove_tree(folder)
     if session.usd is None and settings.proposer_price and session.prompt_tok is not None:
         session = replace(session, usd=price_of(settings.proposer_price, session.prompt_tok, session.completion_tok))
-    write_atomically(record, json.dumps(asdict(session) | {
+    write_sealed(record, asdict(session) | {
         "n_strays": len(strays), "strays": strays[:N_STRAYS], "tampered": tampered[:N_STRAYS],
-        "candidates": [asdict(candidate) for candidate in candidates if not tampered]}, indent=1) + "\n")
+        "candidates": [asdict(candidate) for candidate in candidates if not tampered]})
     add_up(request.bill, request.notes)
     usd = "unknown cost" if session.usd is None else f"${session.usd:.2f}"
     say(f"session {number} ({session.end}, {session.seconds:.0f} s, {usd}): {', '.join(c.name for c in candidates)}"
@@ -309,7 +309,7 @@ def price_of(prices: str, prompt_tok: float, completion_tok: float | None) -> fl
 
 def add_up(bill: Bill, notes: Path) -> None:
     """All sessions of an iteration, those of a process that was killed included."""
-    records = [read_json(path) for path in in_order(notes.glob("session_*.json"))]
+    records = [read_sealed(path) for path in in_order(notes.glob("session_*.json"))]
     bill.proposals = sum(max(1, len(record.get("candidates", []))) for record in records)
     bill.proposer_calls = len(records)
     bill.proposer_usd = sum(record.get("usd") or 0.0 for record in records)
@@ -322,12 +322,12 @@ def sweep_up(request: ProposalRequest) -> list[Candidate]:
     ended, here are its candidates, so that it is not held again."""
     earned = []
     for path in in_order(request.notes.glob("session_*.json")):
-        record = read_json(path)
+        record = read_sealed(path)
         if record["end"] == "running":
             folder = Path(record["folder"])
             if folder.name.startswith(PREFIX):
                 remove_tree(folder)
-            write_atomically(path, json.dumps({"end": "killed", "words": "the run was stopped", "usd": None}) + "\n")
+            write_sealed(path, {"end": "killed", "words": "the run was stopped", "usd": None})
         earned = [Candidate(**candidate | {"mechanisms": tuple(candidate["mechanisms"])})
                   for candidate in record.get("candidates", [])] or earned
     add_up(request.bill, request.notes)

@@ -19,7 +19,9 @@ import report
 from config import ROOT
 from engine import EngineDied
 from rft import read_checkpoint_record
-from files import read_sealed
+from candidates import earlier_findings
+from files import Damaged, read_sealed
+from report import page_of
 from rundir import RunDir
 from small import SMALL, call, edit, rows
 from warden import descendants
@@ -134,6 +136,22 @@ def test_other_files_of_a_finished_run(finished, copied, name, how):
     assert code == 0 or "summary.json" in output
     if name in ("final_harness.py", "report.html"):
         assert (copied / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_what_a_later_search_or_a_page_reads_is_seen_to_be_changed(copied):
+    """A letter of an earlier archive's history, of its score, of the summary: refused by name, with what to do."""
+    archive = copied / "harness/cycle_01"
+    for path in (archive / "history.jsonl", archive / "h0/score.json", archive / "acceptance.json", copied / "summary.json"):
+        content = path.read_text()
+        path.write_text(content.replace('"h', '"g', 1))
+        assert path.read_text() != content
+        with pytest.raises(Damaged, match=f"{path.name} is damaged.* Put it back from a copy"):
+            earlier_findings(copied / "harness/cycle_02") if path.suffix == ".jsonl" else page_of(copied, False)
+        path.write_text(content)
+    page_of(copied, False)
+    with pytest.raises(Damaged, match="is damaged: .*. Put it back from a copy"):           # cut, so no JSON either
+        path.write_text(content[:100])
+        read_sealed(path)
 
 
 def test_a_checkpoint_of_another_run_or_step_is_not_taken(finished, halfway, tmp_path):

@@ -232,9 +232,8 @@ def test_before_anything_is_accepted_the_best_is_the_best_so_far(copied):
     (copied / "harness/cycle_01/accepted.txt").unlink()
     page = Page(report.write_report(copied).read_text())
     assert page.text.count("best so far") == 1 and "a tie" not in page.text
-    record = json.loads((copied / "harness/cycle_01/acceptance.json").read_text())
     (copied / "harness/cycle_01/accepted.txt").write_text("h0\n")              # of an earlier phase of this archive
-    (copied / "harness/cycle_01/acceptance.json").write_text(json.dumps(record | {"name": "h0", "n_candidates": 1}))
+    edit(copied / "harness/cycle_01/acceptance.json", name="h0", n_candidates=1)
     page = Page(report.write_report(copied).read_text())
     assert page.text.count("best so far") == 1 and "accepted h0" not in page.text
 

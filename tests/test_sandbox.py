@@ -290,6 +290,43 @@ def test_programs_do_not_depend_on_the_number_of_workers(box):
                for events in seen[0] for e in events if e.request and e.request["type"] == "generate")
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_somebody_else_kills_is_run_again(monkeypatch, how):
+    """A machine out of memory, or a person: no program can send a signal, so none is to blame; but not for ever."""
+    source, resume, n = ECHO.replace("ATTACK", "import time; time.sleep(0.02)"), Programs.resume, [0]
+    with Sandbox(max_jobs=1) as sandbox:
+        idle = set(tree(sandbox._process.pid))
+
+        def kill_child():
+            give_up = time.monotonic() + 30
+            while not (new := set(tree(sandbox._process.pid)) - idle - killed) and time.monotonic() < give_up:
+                time.sleep(0.005)
+            killed.update(new)
+            os.kill(new.pop(), how)
+
+        def resume_and_kill(programs, program_id, result):
+            resume(programs, program_id, result)
+            n[0] += 1
+            if n[0] in (3, 12, 20):
+                programs.flush()
+                kill_child()
+
+        killed, seen = set(), []
+        for resuming in (resume, resume_and_kill):
+            monkeypatch.setattr(Programs, "resume", resuming)
+            programs = Programs(sandbox, source, QUICK)
+            seen.append(play(programs, TASKS))
+            programs.close()
+        assert seen[0] == seen[1] and len(killed) == 3
+        for n_kills, status, words in ((1, "ok", "1\n"), (2, "killed infra", f"died of {how.name}")):
+            sandbox.python_start(n_kills, "import time; time.sleep(0.5); print(1)", Limits(seconds=60))
+            sandbox.flush()
+            for _ in range(n_kills):
+                kill_child()
+            result = sandbox.python_wait(n_kills)
+            assert result.status in status.split() and words in result.output
+
+
 def test_the_place_of_a_program_tells_no_other_file_its_task(box):
     """Programs of a worker can count themselves. The order of their starts and of their answers is the file's own: else
     a table made from an earlier file's traces would tell a later one which task it has."""
