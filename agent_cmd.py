@@ -54,8 +54,9 @@ PASSED = ("PATH HOME USER LOGNAME LANG LANGUAGE TERM TZ SHELL HTTP_PROXY HTTPS_P
           "CURL_CA_BUNDLE").split()     # and LC_*
 SECRETS = (".ssh .gnupg .netrc .git-credentials .aws .azure .docker .kube .pypirc .kaggle .config/wandb .config/gcloud "
            ".config/gh .cache/huggingface/token .cache/huggingface/stored_tokens").split()      # in HOME, never read
-TRANSIENT = re.compile(r"overloaded|rate.?limit|too many requests|\b(429|500|502|503|504|529)\b|timed? ?out|try again|"
-                       r"temporar|connection|network|ECONNRE|EAI_AGAIN|socket hang up|disconnected|unavailable", re.I)
+TRANSIENT = re.compile(
+    r"overloaded|rate.?limit|too many requests|(?<![\w/-])(429|500|502|503|504|529)(?![\w/-])|timed? ?out|try again|"
+    r"temporar|connection|network|ECONNRE|EAI_AGAIN|socket hang up|disconnected|unavailable", re.I)
 FINAL = re.compile(r"usage limit|quota|credit balance|billing|log.?in|authenticat|api.?key|unauthorized", re.I)
 
 

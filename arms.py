@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from config import ROOT, Config, check_schedule, rollout_budget
-from files import UsageError, read_json, read_sealed
+from files import Damaged, UsageError, read_json, read_sealed
 
 
 LIBC = ctypes.CDLL(None)
@@ -35,8 +35,15 @@ class Arm:
 
     @property
     def complete(self) -> bool:
-        state = self.folder / "state.json"                     # written after the summary
-        return state.exists() and read_sealed(state)["complete"]
+        return is_complete(self.folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """A damaged state is none: the arm itself goes back to the one before, and says so."""
+    try:
+        return read_sealed(folder / "state.json")["complete"]       # written after the summary
+    except Damaged:
+        return False
 
 
 def plan_arms(cfg: Config, splits: dict, methods: list[str], schedules: list[tuple[float, int]],
@@ -130,6 +137,8 @@ def last_result(arm: Arm) -> str:
 
 def n_spent(arm: Arm) -> int:
     """Training rollouts so far."""
-    state = arm.folder / "state.json"
-    ledger = read_json(state)["ledger"] if state.exists() else {}
+    try:
+        ledger = read_json(arm.folder / "state.json")["ledger"]
+    except Damaged:                                                 # or not yet there
+        ledger = {}
     return sum(int(ledger.get(kind, {}).get("rollouts", 0)) for kind in ("weight", "harness"))

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arms import Arm, ArmFailed, plan_arms, run_arms
+from arms import Arm, ArmFailed, is_complete, plan_arms, run_arms
 from config import ROOT, Config, describe_model, identity_of, load_splits, pin_model, read_file
 from plots import Figures, Series
 from report import RATES, as_usage_error, is_running, phase_spans, read_run, render
@@ -49,7 +49,7 @@ def collect(folder: Path) -> dict:
     arms, settings = [], None
     for name, label in asked["arms"].items():
         arm = folder / "arms" / name
-        if not (arm / "state.json").exists() or not read_sealed(arm / "state.json")["complete"]:
+        if not is_complete(arm):
             continue
         (config, state, metrics), summary = read_run(arm), read_sealed(arm / "summary.json")
         own = comparable(read_json(arm / "config.json"), asked["varies"])

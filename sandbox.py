@@ -26,7 +26,7 @@ from jail import (
     cause_of_death, cut_frames, readable, split_message, to_json)
 
 MAX_DEATHS = 3                      # of one harness's workers, before all its programs are killed
-MAX_RESPAWNS = 3                    # of the helper, in one Sandbox
+MAX_RESPAWNS = 3                    # of the helper, in one batch of programs
 WALL_FACTOR = 4                     # a program's limit on the clock, as a multiple of its CPU limit
 SILENCE_S = 5.0                     # a helper that says nothing for this long, and then answers no ping, is given up
 
@@ -142,6 +142,11 @@ class Sandbox:
             return self._lose_helper()
         for head, body in map(split_message, cut_frames(self._control.inbox)):
             self._answers[head["job"]] = head, body
+
+    def forget_losses(self) -> None:
+        """Before a batch: in a run of days, somebody else may kill the helper now and then."""
+        if self._control is not None:
+            self._n_spawned = 1
 
     def python_start(self, job_id: int | str, code: str, limits: Limits) -> None:
         """Run a snippet, from the next `flush` or `python_wait` on; does not wait. At most `max_jobs` run at once; a
@@ -273,6 +278,7 @@ class Programs:
         self._programs: dict[int, Program] = {}
         self._unsent: list[tuple[Program, bytes]] = []
         self._n_deaths = self._n_kills = 0
+        sandbox.forget_losses()
         self._workers: list[Worker | None] = [None] * n_workers
         for slot in range(n_workers):
             self._start_worker(slot)

@@ -451,6 +451,7 @@ def test_money_limit(tmp_path):
     ("echo 'Not logged in. Please run /login' >&2; exit 1", "failed", "Not logged in"),
     ("echo '{\"type\": \"result\", \"is_error\": true, \"result\": \"Not logged in\"}'", "failed", "Not logged in"),
     ("echo 'API Error: 529 overloaded' >&2; exit 1", "transient", "529"),
+    ("echo 'HTTP 500: internal' >&2; exit 1", "transient", "500"), ("echo no /tmp/pytest-500/x; exit 1", "failed", "pytest-500"),
     ("echo later; exit 75", "transient", "later"), ("exit 3", "failed", "exit status 3"),
     ("echo '\033[2J\033]0;x\007'; exit 3", "failed", "exit status 3"), ("kill -9 $$", "failed", "exit status -9"),
     ("exec /no/such/program", "failed", "exit status 127")])

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -60,6 +59,7 @@ from server_engine import Server, ServerEngine
 from sessions import ProposerConfig
 from small import call
 from tasks import DataError, Task
+from test_rollout import Scripted
 
 MODEL = str(ROOT / "embedded" / "model")
 EMBEDDED = {name: ROOT / "embedded" / name for name in ENVS}
@@ -1012,31 +1012,11 @@ def sandbox():
         yield sandbox
 
 
-class Saying:
-    """An engine whose model says, to each task, what stands in `says` under the task's number."""
-    version, exact = 0, True
+class Saying(Scripted):
+    """A model that says, to each task, what stands in `say` under the task's number."""
 
-    def __init__(self, says: list[str]):
-        self.tokenizer, self.says, self.queue, self.max_len = load_tokenizer(MODEL), says, deque(), 1 << 20
-
-    def reset(self):
-        self.queue.clear()
-
-    def release(self, id):
-        pass
-
-    @property
-    def idle(self):
-        return not self.queue
-
-    def submit(self, id, prompt_ids, params, after=None):
-        assert prompt_ids and params.max_tokens > 0
-        self.queue.append((id, params))
-
-    def step(self):
-        id, params = self.queue.popleft()
-        said = [*self.tokenizer(self.says[id[0]], add_special_tokens=False).input_ids, 2]
-        return [Completion(id, said[:params.max_tokens], "stop" if len(said) <= params.max_tokens else "length")]
+    def reply(self, id, prompt_ids):
+        return self.say[id[0]]
 
 
 CFG = RolloutConfig(max_assistant_tok=3_000_000, max_calls=3, n_live=64, tool_limits=Limits(2, 128), harness_limits=Limits(5, 256))
@@ -1087,7 +1067,7 @@ def test_a_reply_of_any_kind_ends_in_a_scored_rollout(sandbox, domain, tmp_path)
         assert trace.status in ("ok", "error") and trace.failure and trace.end, name
         assert trace.failure in ("solved", "error", "token_limit", "call_limit", "malformed_call", "no_answer", "no_answer_after_tool", "no_tool_wrong_answer", "wrong_answer", "tool_error",
                                  "no_move", "malformed_move", "illegal_move", "unsaid_move", "unfinished", "wrong_move", "not_retrieved"), name
-        said = [*engine.tokenizer(engine.says[int(trace.task_id[1:])], add_special_tokens=False).input_ids, 2]
+        said = [*engine.tokenizer(engine.say[int(trace.task_id[1:])], add_special_tokens=False).input_ids, 2]
         assert [list(call.completion_ids) for call in trace.calls] == [said] * len(trace.calls), name
         rows = trace.sequences()
         assert sum(sum(row.mask) for row in rows) == trace.n_tok == sum(len(call.completion_ids) for call in trace.calls), name

@@ -142,7 +142,7 @@ def test_what_is_finished_is_shown_while_the_rest_is_missing(done, tmp_path):
     assert call("report", folder)[0] == 0 and compare.differences(content(folder), "final") == {}
     (folder / "arms/weight-seed3/state.json").write_text('{"a": [1]}')
     code, output = call("report", folder)
-    assert code == 2 and str(folder) in output and "Traceback" not in output
+    assert code == 2 and "no arm is finished" in output and str(folder) in output      # its own command would heal it
     (folder / "arms/weight-seed3/state.json").unlink()
     code, output = call("report", folder)
     assert code == 2 and "no arm is finished" in output

@@ -63,8 +63,11 @@ class Scripted:
 
     def step(self):
         id, prompt_ids, params = self.queue.popleft()
-        ids = self.tokenizer(self.say(self.tokenizer.decode(prompt_ids), id[1]), add_special_tokens=False).input_ids + [2]
+        ids = self.tokenizer(self.reply(id, prompt_ids), add_special_tokens=False).input_ids + [2]
         return [Completion(id, ids[:params.max_tokens], "stop" if len(ids) <= params.max_tokens else "length")]
+
+    def reply(self, id, prompt_ids):
+        return self.say(self.tokenizer.decode(prompt_ids), id[1])
 
 
 def ask(sandbox, source, say, answer="42", cfg=CFG):
