@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from acceptance import pareto_front
-from files import Damaged, in_order, iter_jsonl, read_sealed, read_text, sha256
+from files import Damaged, in_order, iter_jsonl, read_sealed, sha256_of_lines
 from task_text import Finding
 
 N_CYCLES = 10           # earlier ones that a proposer is told of: with all, what it reads would grow without end
@@ -103,8 +103,7 @@ def earlier_findings(folder: Path) -> list[Finding]:
     archives = archives[:archives.index(folder)] if folder in archives else archives
     for archive in [path for path in archives if (path / "acceptance.json").exists()][-N_CYCLES:]:
         record, rows = read_sealed(archive / "acceptance.json"), list(iter_jsonl(archive / "history.jsonl"))
-        written = read_text(archive / "history.jsonl").splitlines(keepends=True)[:record["n_candidates"]]
-        if sha256("".join(written)) != record["history"]:
+        if sha256_of_lines(archive / "history.jsonl", record["n_candidates"]) != record["history"]:
             raise Damaged(f"{archive / 'history.jsonl'} is damaged: it is not what was written of its "
                           f"{record['n_candidates']} candidates. Put it back from a copy")
         means = {row["name"]: row["mean"] for row in rows if "mean" in row and not row["stopped"]}

@@ -18,7 +18,7 @@ import requests
 import urllib3
 
 from agent_tools import clean, tool_schemas
-from keys import check_url, is_loopback, read_answer, read_key, redact_bytes
+from keys import check_url, is_loopback, load_answer, read_key, redact_bytes
 from files import UsageError
 from sessions import ProposerConfig, price_of
 from wire import Session, TooMuch
@@ -126,7 +126,7 @@ class Endpoint:
             words = clean(content[:4000].decode("utf-8", "replace")).strip()[:600]
             if status == 200:
                 try:
-                    answer = read_answer(content)
+                    answer = load_answer(content)
                     if isinstance(answer, dict) and (method == "GET" or isinstance(
                             answer["choices"][0]["message"], dict)):
                         return answer

@@ -14,6 +14,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -95,6 +96,15 @@ def iter_jsonl(path: Path) -> Iterator[dict]:
         if isinstance(error, UsageError):
             raise
         raise Damaged(f"{path} is damaged: {error}") from None
+
+
+def sha256_of_lines(path: Path, n: int) -> str:
+    """Of its first n lines; they are read one at a time."""
+    seen = hashlib.sha256()
+    with reading(path), open(path, "rb") as file:
+        for line in islice(file, n):
+            seen.update(line)
+    return seen.hexdigest()
 
 
 def write_sealed(path: Path, record: dict) -> None:

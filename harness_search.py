@@ -40,7 +40,7 @@ from tasks import Task
 from gates import Probe, check_harness, check_traces
 from lint import ForbiddenText, beyond_prompts, program_of
 from rollout import RolloutConfig, cost_of, derive_seed
-from files import Damaged, fingerprint, read_sealed, read_text, sha256, write_atomically, write_sealed
+from files import Damaged, fingerprint, read_sealed, read_text, sha256, sha256_of_lines, write_atomically, write_sealed
 from rundir import scorer_paths
 from sandbox import Sandbox
 from stats import bootstrap_ci
@@ -379,7 +379,7 @@ class Search:
         tally.add(traces, time.monotonic() - started)
         why = said_against(check_traces(traces, tasks, self.env, self.engine.tokenizer))
         if self.rule == "race" and not why:
-            record = {"key": self.score_key(candidate), "traces": sha256("\n".join(rows)), **vars(tally)}
+            record = {"key": self.score_key(candidate), "traces": sha256_of_lines(path, len(rows)), **vars(tally)}
             write_sealed(folder / "rounds.json", record)
         return why
 
@@ -390,7 +390,7 @@ class Search:
         if record.pop("key", None) != self.score_key(candidate):
             return Tally()
         traces = self.folder / candidate.name / "traces.jsonl"
-        if sha256("\n".join(read_text(traces).splitlines()[:len(record["rewards"])])) != record.pop("traces", ""):
+        if sha256_of_lines(traces, len(record["rewards"])) != record.pop("traces", ""):
             raise Damaged(f"{traces} is cut or changed. Remove {path}: then it is played again")
         return Tally(**record | {name: Counter(record[name]) for name in ("statuses", "failures", "cost")})
 

@@ -54,7 +54,9 @@ OVERSLEPT_S = 1.0                   # one that took so much longer was no wait: 
 WALL_GRACE_S = 1.0                  # a snippet's limit on the clock is its CPU limit plus this: load is no crime
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_BROKEN = 1, 2, 3     # exit codes of a child; EXIT_BROKEN: the jail could not be built
-KILLED = ("it died of SIGKILL", "it died of SIGTERM", "it died of SIGHUP")      # nothing in the jail can send a signal
+# Nothing in the jail can send a signal, so these are somebody else's, or ours to a child that closed its channel.
+# It runs again, but not for ever.
+KILLED = ("it died of SIGKILL", "it died of SIGTERM", "it died of SIGHUP")
 
 
 @dataclass(frozen=True)
@@ -628,7 +630,7 @@ class Helper:
         status = ("infra" if not child.is_trusted else "killed" if child.why else "ok" if code == 0
                   else "error" if code == EXIT_RAISED else "killed")
         why = child.why or cause_of_death(code, child.limits, math.inf if child.is_late else cpu_s)
-        if why in KILLED and child.job not in self.once_more:    # perhaps by somebody else
+        if why in KILLED and child.job not in self.once_more:
             self.once_more.add(child.job)
             return self.queue.append((child.job, child.code, child.limits))
         self.once_more.discard(child.job)

@@ -43,7 +43,7 @@ def forms(value: str) -> Iterator[str]:
     some libraries write escapes for "/" or for all that HTML could misread."""
     yield value
     for quoted in (quote(value, safe="", errors="replace"), quote(value, errors="replace")):
-        yield from (quoted, re.sub("%..", lambda escape: escape[0].lower(), quoted))
+        yield from (quoted, re.sub("%..", lambda hex: hex[0].lower(), quoted))
     yield from (escape(value), escape(value, quote=False))
     written = json.dumps(value)[1:-1]
     yield from (written, written.replace("/", r"\/"))
@@ -64,11 +64,22 @@ def redact_bytes(said: bytes) -> bytes:
     return redact(said.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
-def read_answer(content: bytes) -> object:
-    """The JSON of a server's answer, no secret in it: any letter of one may have been an escape. ValueError or
+def load_answer(content: bytes) -> object:
+    """The JSON of a server's answer, no secret in its texts: any letter of one may have been an escape. ValueError or
     RecursionError if it is none."""
     answer = json.loads(content)
-    return json.loads(redact(json.dumps(answer))) if blots(os.environ) else answer
+    written, spellings = json.dumps(answer, ensure_ascii=False), blots(os.environ)
+    return redact_texts(answer) if any(form in written for form, _ in spellings) else answer
+
+
+def redact_texts(value: object) -> object:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list):
+        return [redact_texts(part) for part in value]
+    if isinstance(value, dict):
+        return {redact(key): redact_texts(part) for key, part in value.items()}
+    return value
 
 
 def leave_no_core() -> None:

@@ -179,14 +179,14 @@ def find_literals(tree: ast.Module, forbidden: ForbiddenText) -> str:
     for node in ast.walk(tree):
         parts = getattr(node, "elts", None) or [*getattr(node, "keys", []), *getattr(node, "values", [])]
         values = [constant_of(part) for part in parts if isinstance(part, ast.expr)]
+        value = constant_of(node)
+        n_made += sum(len(made) for made in (*values, value) if isinstance(made, str | bytes))
+        if n_made > MAX_MADE_CHARS:                                                 # it takes minutes to look through
+            return f"what is put together from its literals comes to more than {MAX_MADE_CHARS:,} characters"
         if values and all(type(code) is int and 9 <= code < 0x110000 for code in values):
             texts |= set(decodings("".join(map(chr, values))))                      # a list of character codes
         if len(values) > 1 and all(isinstance(value, str) for value in values):
             texts |= {text for glue in ("", " ") for text in decodings(glue.join(values))}      # a text in parts
-        value = constant_of(node)
-        n_made += len(value) if isinstance(value, str | bytes) else 0
-        if n_made > MAX_MADE_CHARS:                                                 # it takes minutes to look through
-            return f"what is put together from its literals comes to more than {MAX_MADE_CHARS:,} characters"
         if type(value) is int and value > 1 << 32:                                  # a text as one number
             value = value.to_bytes((value.bit_length() + 7) // 8, "big")
         texts |= set(decodings(value.decode("latin-1") if isinstance(value, bytes) else str(value)))

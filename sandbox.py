@@ -9,7 +9,6 @@ refused (SandboxUnavailable) unless waived by name, and then it is in `Sandbox.l
     bash run.sh sandbox FILE.py --seconds 2 --mb 256
 """
 
-import hashlib
 import json
 import os
 import socket
@@ -66,6 +65,7 @@ class Sandbox:
         self._answers: dict[int | str, tuple[dict, bytes]] = {}
         self._control: Channel | None = None            # None: no helper
         self._n_spawned, self._n_names = 0, 0
+        self._worker_jobs: set[str] = set()         # of the helper that is there now
         self.layers = self._spawn()
 
     def _spawn(self) -> dict:
@@ -103,6 +103,7 @@ class Sandbox:
         if self._control is not None:
             self._control.sock.close()
             self._control = None
+        self._worker_jobs.clear()
         for job in self._jobs:
             self._answers.setdefault(job, ({"status": "infra", "why": LOST, "n_bytes": 0}, b""))
 
@@ -201,6 +202,7 @@ class Sandbox:
         if self._control is None:
             return None
         job, (ours, theirs) = self._new_name(), socket.socketpair()
+        self._worker_jobs.add(job)
         self._tell({"op": "worker", "job": job, "memory_mb": memory_mb}, b"", theirs)
         channel = Channel(ours)
         while self._control is not None and not channel.inbox.endswith(b"\n"):
@@ -217,7 +219,10 @@ class Sandbox:
         return job, channel
 
     def ask_worker(self, op: str, job: str) -> dict | None:
-        """op "cpu": the CPU seconds of a worker so far; "end": kill it, and say how it ended. None: no helper."""
+        """op "cpu": the CPU seconds of a worker so far; "end": kill it, and say how it ended. None: it was lost with
+        its helper, and the next one knows nothing of it."""
+        if job not in self._worker_jobs:
+            return None
         self._tell({"op": op, "job": job})
         answer = self._await(job)
         return answer and answer[0]
@@ -276,7 +281,6 @@ class Programs:
     def __init__(self, sandbox: Sandbox, source: str, limits: Limits, n_workers: int = 1):
         self.sandbox, self.source, self.limits = sandbox, source, limits
         self._programs: dict[int, Program] = {}
-        self._unsent: list[tuple[Program, bytes]] = []
         self._n_deaths = self._n_kills = 0
         sandbox.forget_losses()
         self._workers: list[Worker | None] = [None] * n_workers
@@ -328,20 +332,10 @@ class Programs:
         return event
 
     def flush(self) -> None:
-        """Sends what `start`, `resume` and `python_start` have gathered: one system call and one wake-up for many. In
-        an order of this file's own: programs can count themselves, and a file could have made a table by an earlier
-        file's order."""
+        """Sends what `start`, `resume` and `python_start` have gathered: one system call and one wake-up for many."""
         self.sandbox.flush()
-        unsent, self._unsent = sorted(self._unsent, key=self._rank), []
-        for program, frame in unsent:
-            worker = self._workers[program.program_id % len(self._workers)]
-            worker.pending.append(program)
-            worker.channel.post(frame)
         for worker in filter(None, self._workers):
             worker.channel.flush()
-
-    def _rank(self, unsent: tuple[Program, bytes]) -> bytes:
-        return hashlib.blake2b(b"%d" % unsent[0].program_id + self.source.encode("utf-8", "replace")).digest()
 
     def close(self) -> None:
         for worker in filter(None, self._workers):
@@ -356,7 +350,10 @@ class Programs:
 
     def _submit(self, program: Program, *frames: bytes) -> None:
         program.frames += frames
-        self._unsent += [(program, frame) for frame in frames]
+        worker = self._workers[program.program_id % len(self._workers)]
+        for frame in frames:
+            worker.pending.append(program)
+            worker.channel.post(frame)
 
     def _read(self, worker: Worker) -> None:
         if not worker.channel.read():
@@ -398,7 +395,7 @@ class Programs:
         answer = self._end(worker)
         why = why or answer and cause_of_death(answer["exit"], self.limits) or "it ended its worker"
         if why in KILLED and self._n_kills < MAX_DEATHS:
-            self._n_kills += 1              # perhaps by somebody else, such as a machine out of memory: once more
+            self._n_kills += 1              # perhaps by somebody else (a machine out of memory): all again
         elif answer is not None:
             self._n_deaths += 1
             if worker.pending:
@@ -417,7 +414,6 @@ class Programs:
             for program in ours:
                 frames, program.frames, program.n_to_skip = program.frames, [], program.n_answers
                 self._submit(program, *frames)
-            self.flush()
 
     def _given_up(self) -> Event:
         return Event("killed", None, f"this harness ended its worker {MAX_DEATHS} times; none of its programs runs on")

@@ -11,7 +11,7 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from engine import EngineDied, ModelError
-from keys import check_url, read_answer, read_key, redact, redact_bytes
+from keys import check_url, load_answer, read_key, redact, redact_bytes
 from tasks import MAX_TOKEN_CHARS
 from wire import Session
 
@@ -87,7 +87,7 @@ class Client:
         if response.status_code != 200:
             raise self._failure(url + path, response, content.decode("utf-8", "replace"))
         try:
-            answer = read_answer(content) if content else {}
+            answer = load_answer(content) if content else {}
         except (ValueError, RecursionError) as error:
             raise ServerFailed(f"{url}{path}: {type(error).__name__}: {redact(str(error))[:N_SHOWN]}") from None
         if not isinstance(answer, dict):

@@ -18,7 +18,6 @@ from contextlib import suppress
 from types import TracebackType
 
 from jail import die_with
-from keys import redact
 from warden import descendants
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,6 +36,7 @@ def listen() -> None:
         if getattr(sys, name) is None:                              # closed: what is opened next would be taken for it
             setattr(sys, name, open(os.devnull, mode))
     sys.excepthook = tell_fault
+    threading.excepthook = lambda fault: tell_fault(fault.exc_type, fault.exc_value, fault.exc_traceback)
     if launcher := os.environ.get("WHALE_LAUNCHER"):                # no rank outlives it, however it ends
         die_with(int(launcher))
     global is_listening
@@ -89,19 +89,24 @@ def tell(number: int) -> None:
 
 
 def tell_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What nothing here has foreseen, in one line: a traceback helps no user. A file keeps it, without secrets."""
-    whole = redact("".join(traceback.format_exception(kind, error, trace)))
+    """What nothing here has foreseen, in one line: a traceback helps no user. A file keeps it, without secrets. With
+    WHALE_TRACEBACK=1 it is shown."""
+    from screen import plain                                            # not for each process that listens
+
+    whole = plain("".join(traceback.format_exception(kind, error, trace)))
     with suppress(OSError, ValueError):                                 # there is nobody to be told any more
         try:
             if os.environ.get("WHALE_TRACEBACK"):
                 raise FileNotFoundError                                 # asked for here
-            with tempfile.NamedTemporaryFile("w", prefix="whale-fault-", suffix=".txt", delete=False) as file:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="whale-fault-", suffix=".txt",
+                                             delete=False) as file:
                 file.write(whole)
         except OSError:
             sys.stderr.write(whole)
         else:
-            sys.stderr.write(redact(f"run.sh: unexpected {kind.__name__}: {str(error)[:1000]}. What was finished is on "
-                                    f"disk. This is a fault of WHALE: please report it, with {file.name}\n"))
+            said = " ".join(plain(str(error)).split())[:1000]
+            sys.stderr.write(f"run.sh: unexpected {kind.__name__}: {said}. What was finished is on disk. This is a "
+                             f"fault of WHALE: please report it, with {file.name}\n")
 
 
 def end_children() -> None:

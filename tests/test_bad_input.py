@@ -744,20 +744,31 @@ def test_a_host_that_cannot_be_is_refused(tmp_path, monkeypatch, host):
         check_settings_api(ProposerConfig(proposer_url=url))
 
 
+def fall(tmp_path: Path, code: str, **changes) -> str:
+    """What the program says, as it is started, where this happens in it."""
+    (tmp_path / "broken.py").write_text(f"import stop, sys, threading\nstop.listen()\n{code}\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "SOME_KEY": "canary-in-a-key", "TMPDIR": str(tmp_path)} | changes
+    done = subprocess.run([sys.executable, tmp_path / "broken.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "TypeError" in done.stderr and "canary" not in done.stderr
+    return done.stderr
+
+
 def test_what_nobody_foresaw_is_one_line_without_secrets(tmp_path):
-    """In the program as it is started. The whole is kept in a file, or shown where it is asked for; without secrets too."""
-    (tmp_path / "broken.py").write_text("import stop\nstop.listen()\nraise TypeError('no such canary-in-a-key')\n")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "SOME_KEY": "canary-in-a-key", "TMPDIR": str(tmp_path)}
-
-    def said(**changes):
-        done = subprocess.run([sys.executable, tmp_path / "broken.py"], capture_output=True, text=True, env=env | changes)
-        assert done.returncode == 1 and "TypeError" in done.stderr and "no such [SOME_KEY]" in done.stderr and "canary" not in done.stderr
-        return done.stderr
-
-    line = said(WHALE_TRACEBACK="")
+    """The whole is kept in a file, or shown where it is asked for; without secrets too."""
+    code = "raise TypeError('no such canary-in-a-key')"
+    line = fall(tmp_path, code, WHALE_TRACEBACK="")
     kept, = tmp_path.glob("whale-fault-*.txt")
-    assert line.count("\n") == 1 and line.endswith(f"{kept}\n") and kept.read_text() == said(WHALE_TRACEBACK="1")
-    assert 'broken.py", line 3' in kept.read_text() and kept.stat().st_mode & 0o777 == 0o600
+    assert "no such [SOME_KEY]" in line and line.count("\n") == 1 and line.endswith(f"{kept}\n")
+    assert kept.read_text() == fall(tmp_path, code, WHALE_TRACEBACK="1") and 'broken.py", line 3' in kept.read_text()
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("code", [
+    "raise TypeError('x' * 995 + ' canary-in-a-key')", r"raise TypeError('CUDA\nerror\x1b[2J \udcff \u202e')",
+    "thread = threading.Thread(target=len, args=[5]); thread.start(); thread.join(); sys.exit(1)"])
+def test_a_fault_is_one_line_whatever_it_says(tmp_path, code):
+    line = fall(tmp_path, code, WHALE_TRACEBACK="")
+    assert line.startswith("run.sh: unexpected TypeError") and line.count("\n") == 1 and not re.search("\x1b|\u202e", line)
 
 
 # ---- 5. what servers answer ---------------------------------------------------------------------------------------------

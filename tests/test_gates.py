@@ -6,6 +6,7 @@ import codecs
 import json
 import random
 import re
+import signal
 import uuid
 import zlib
 from dataclasses import replace
@@ -355,6 +356,8 @@ def test_what_is_made_while_the_file_is_read_does_not_grow():
     steps = "".join(f".replace('b{i}', 'b{i + 1}')" for i in range(45))
     row = "A = '" + "a" * 100 + "'.replace('a', '" + "b0 " * 100 + "')" + steps + "\n"
     assert "put together" in lint.find_literals(ast.parse(row * (lint.MAX_SOURCE_BYTES // len(row))), FORBIDDEN["math"])
+    rows = "A = [" + ", ".join(["'" + "a" * 100 + "'.replace('a', '" + "b0 " * 100 + "')"] * 40) + "]"
+    assert "put together" in lint.find_literals(ast.parse(rows), FORBIDDEN["math"])
     bomb = base64.b64encode(zlib.compress(b"a" * 50_000_000)).decode()
     assert max(map(len, lint.decodings(bomb))) <= max(len(bomb), lint.MAX_SOURCE_BYTES)
 
@@ -380,9 +383,18 @@ def test_a_prompt_that_fits_no_model_is_no_work_for_scripted_ones(tokenizer, san
 
 @pytest.mark.parametrize("domain, piece", list(product(("math", "search"), ("(", "1(", "a", "answer is ", "((1 ", "?"))))
 def test_no_prompt_makes_a_scripted_model_take_its_square(domain, piece, envs):
-    """In a second or so; what takes the square of a megabyte takes hours."""
-    for _, model, _ in gates.null_models(envs[domain], TASKS[domain][:2]):
-        model(piece * (900_000 // len(piece)))
+    """In a second or so; what takes the square of a megabyte takes hours, so a limit ends it: `re` heeds signals."""
+    def late(number, frame):
+        raise TimeoutError(f"a prompt of {piece!r}")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(120)
+    try:
+        for _, model, _ in gates.null_models(envs[domain], TASKS[domain][:2]):
+            model(piece * (900_000 // len(piece)))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_common_words_of_a_domain_are_no_question():

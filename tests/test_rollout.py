@@ -3,6 +3,7 @@
 import json
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,27 @@ def test_random_numbers_of_a_harness_tell_no_other_harness_its_task(sandbox):
         return ask(sandbox, source, lambda prompt, call: "no").events[0]["request"]["messages"]
 
     assert first_prompt(source) == first_prompt(source) != first_prompt(source + "# another file")
+
+
+def test_the_place_of_a_program_tells_no_other_file_its_task(sandbox):
+    """Programs of a worker can count themselves; few are alive at once, as in a batch of thousands."""
+    source = HEADER + """
+import textwrap
+
+def run(task):
+    seen = textwrap.TextWrapper.unicode_whitespace_trans
+    seen["n"] = seen.get("n", 0) + 1
+    yield generate(chat("", str(seen["n"])))
+"""
+    tasks = [Task(f"t{i}", {"question": "x"}, "1", "") for i in range(20)]
+
+    def places(source):
+        traces = run(Scripted(lambda prompt, call: "no"), ENV, sandbox, source, tasks, 2, (0,), replace(CFG, n_live=4))
+        return [int(trace.events[0]["request"]["messages"][-1]["content"]) for trace in traces]
+
+    first, other = places(source), places(source + "# another file")
+    assert first == places(source) and sorted(first) == sorted(other) == list(range(1, 41))
+    assert sum(a // 21 == b // 21 for a, b in zip(first, other, strict=True)) < 36          # 20 by chance
 
 
 def test_only_sampled_tokens_carry_loss(engine, sandbox, tasks):
