@@ -221,6 +221,7 @@ def no_gates(*args):
     return []
 
 
+@pytest.mark.slow
 def test_a_race_stopped_between_any_two_rounds(tmp_path, engine, sandbox, monkeypatch):  # noqa: F811
     """Three that all go on: after a stop some have played a round more than others, and nothing is decided otherwise."""
     sources = [GOOD + f"\nN = {i}\n" for i in range(3)]

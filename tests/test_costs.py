@@ -227,6 +227,7 @@ def test_a_session_of_unknown_cost_is_the_last_under_a_cap_on_money(tmp_path):
     assert code == 0 and summary["usd"]["unpriced_sessions"] == 1 and "did not say what they cost" in summary["stopped_by"]
 
 
+@pytest.mark.slow
 def test_a_cap_on_the_search_ends_no_training(tmp_path):
     code, output = call("math", *SMALL, "--cycles", "2", "--max-proposals", "1", "--out", tmp_path, "--name", "run")
     summary = json.loads((tmp_path / "run/summary.json").read_text())

@@ -59,7 +59,7 @@ def assert_same_run(run: Path, other: Path) -> None:
         name.name for name in files[0]}
 
 
-@pytest.mark.parametrize("what", SURROUNDINGS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * ("loaded" in what)) for what in SURROUNDINGS])
 def test_what_surrounds_a_run_changes_nothing(finished, tmp_path, what):
     """Hash seed, locale, time zone, terminal, -O, umask, home, temporary folder, working directory, number of sandbox
     workers and of cores, and what else the machine has to do."""

@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_run_or_step_is_not_taken(finished, halfway, tmp
     assert end_of(folder) == end_of(finished)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
+@pytest.mark.parametrize("n", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_a_kill_while_things_are_set_aside(finished, halfway, tmp_path, monkeypatch, n):
     """Until the weights are, it is done again, so that no score of theirs is left."""
     folder, moved = Path(shutil.copytree(halfway, tmp_path / "run")), []

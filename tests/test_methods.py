@@ -142,8 +142,9 @@ def test_a_budget_that_ends_after_weights(tmp_path, finish, n_searches):
     assert summary["rollouts"]["harness"] == n_searches * 4 * 24
 
 
-@pytest.mark.parametrize("method, moment", [("harness", "finish_iteration"), ("weight", "finish_weight_step"),
-                                            pytest.param("whale", "finish_iteration", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method, moment", [
+    ("weight", "finish_weight_step"), pytest.param("harness", "finish_iteration", marks=pytest.mark.slow),
+    pytest.param("whale", "finish_iteration", marks=pytest.mark.slow)])
 def test_a_run_stopped_after_its_last_step_still_ends_well(tmp_path, monkeypatch, method, moment):
     """The budget is spent, but the phase is not over: what was found is adopted and measured, as without the stop."""
     flags = ["--method", method, "--rollouts", {"harness": "120", "weight": "256", "whale": "352"}[method]]

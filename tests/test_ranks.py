@@ -160,6 +160,7 @@ def has_trained(folder: Path) -> bool:
     return (folder / "state.json").exists() and json.loads((folder / "state.json").read_text())["weight_step"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_one_rank_goes_on_on_two(finished, tmp_path):
     """The harness phase is shared; rank 0 alone proposes, gates, writes and prints; all as one rank would have done it."""
     flags = ["math", *SMALL, "--out", tmp_path, "--name", "run"]

@@ -299,6 +299,7 @@ def environments() -> dict[int, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_the_key_is_nowhere(serve, tmp_path, monkeypatch):
     """It goes to the server; no file of a run, no message and no child process holds it."""
     server = serve()
@@ -325,6 +326,7 @@ def test_the_key_is_nowhere(serve, tmp_path, monkeypatch):
     assert KEY not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_search_is_resumed_and_asks_for_nothing_twice(serve, tmp_path):
     """A whole search over a server whose model is a name. Killed on the way, the same command ends it; together they asked
     for little more than one that was not killed."""
