@@ -80,7 +80,7 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000}       # idle torch threads soon sl
 python=$env/bin/python
 case $word in
   test) cd "$root" && exec "$python" -m pytest -n 2 --dist loadfile "$@" ;;      # -n 0: in one process
-  test-slow) cd "$root" && exec "$python" -m pytest -v -n 2 --dist loadfile -m slow tests tests/slow_*.py "$@" ;;
+  test-slow) cd "$root" && exec "$python" -m pytest -v -n 2 --dist loadfile -m slow tests/test_*.py tests/slow_*.py "$@" ;;
   test-vllm) cd "$root" && exec "$python" -m pytest -m needs_vllm tests/test_{engines,vllm,server,server_chat}.py "$@" ;;
   math|search|chess|search-harness) ;;
   *) exec "$python" "$root/cli.py" "$word" "$@" ;;
