@@ -258,7 +258,7 @@ class RunDir:
             return
 
         def point(row: dict) -> dict:
-            return {"mean": round(row["mean"], 4), "ci95": [round(x, 4) for x in row["ci95"]]}
+            return {"mean": round(row["mean"], 6), "ci95": [round(x, 6) for x in row["ci95"]]}      # shown as 3 digits
 
         write_sealed(self.path / "summary.json", {
             **facts, "complete": state.complete, "base_mean8": point(state.evals[0]),
