@@ -40,6 +40,7 @@ from costs import Budget, describe, plan_search
 from lint import ForbiddenText, beyond_prompts, parse_harness
 from candidates import Candidate, Outcome
 from harness_search import Search, SearchError
+from jail import LIBC
 from proposers import make_proposer
 from ranks import ALONE, Ranks
 from report import REFRESH_S, report_mark, write_report
@@ -461,6 +462,8 @@ class Run:
         state.idle = n_training == state.phase_start and phase.kind == "harness"
         state.phase, state.phase_start, state.signals = phase.index + 1, n_training, []
         self._save_all()
+        gc.collect()
+        LIBC.malloc_trim(0)                             # it would keep what the longest batch so far has taken
 
     def finish(self) -> None:
         if self.capped:
