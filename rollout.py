@@ -360,7 +360,7 @@ class Batch:
         self.use_due: dict[int, list[tuple[tuple[int, ...], Future]]] = defaultdict(list)   # tick -> users and results
         self.verdicts: list[tuple[Trace, Future]] = []
         # in an order of this file's own: its programs could count themselves, and a table hold an earlier file's order
-        todo = deque(enumerate(sorted(wanted, key=lambda pair: derive_seed(self.sha, pair[0].id))))
+        todo = deque(sorted(enumerate(wanted), key=lambda one: derive_seed(self.sha, one[1][0].id)))
         workers = Programs(self.sandbox, self.source, self.cfg.harness_limits, self.cfg.n_workers)
         with closing(workers) as self.programs, threads(1) as self.tools, threads(N_GRADERS) as self.graders:
             while todo or self.live:

@@ -183,6 +183,7 @@ def test_bad_requests(flags, words, tmp_path):
     assert code == 2 and words in output and "Traceback" not in output and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path):
     """One method cannot go on (nothing is ever accepted); the other ends well, and the page shows it."""
     never = tmp_path / "train.jsonl"

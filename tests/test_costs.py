@@ -194,6 +194,7 @@ def by_agent(out, script, *flags):
                 "--proposer-cmd", f"sh '{out}/agent/agent.sh'", "--out", out / "runs", "--name", "run", *flags)
 
 
+@pytest.mark.slow
 def test_what_failing_sessions_cost_is_charged_once(tmp_path):
     """Two sessions that give nothing stop the run; the same command holds two more: four are in the ledger, not six."""
     nothing = "echo '{\"usd\": 0.6, \"prompt_tok\": 10, \"completion_tok\": 1}'; echo I give up >&2; exit 1"

@@ -83,6 +83,7 @@ def test_mechanisms_of_prompts_keep_the_rule(domain):
             assert beyond_prompts(render(domain, frozenset([mechanism.name]), ""), h0)
 
 
+@pytest.mark.slow
 def test_a_run_of_fst_changes_prompts_only(tmp_path):
     folder = run(tmp_path, "--method", "fst", "--iterations", "3")
     sources = {path: path.read_text() for path in folder.glob("harness/cycle_01/h*/harness.py")}
@@ -111,6 +112,7 @@ def test_a_proposer_that_breaks_the_rule_is_refused_with_the_reason(tmp_path, mo
 # ---- one archive for harness phases in a row ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_harness_only_is_one_search(tmp_path):
     """Its phases go on with one archive: the first incumbent is scored once, no program is tried twice."""
     folder = run(tmp_path, "--method", "harness", "--rollouts", str(24 * 7), "--iterations", "2")

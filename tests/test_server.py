@@ -117,6 +117,7 @@ def test_urls_that_are_no_servers(tmp_path, plain):
     assert call("math", *SMALL, "--engine", "server", "--urls", "http://127.0.0.1:9", "--out", tmp_path)[0] == 1
 
 
+@pytest.mark.slow
 def test_harness_search_from_a_server(plain, tmp_path):
     """A whole harness-only run; and a method that trains is refused before it samples."""
     plain.faults = []

@@ -362,6 +362,7 @@ def test_a_search_is_resumed_and_asks_for_nothing_twice(serve, tmp_path):
     assert result["exit"] == 0 and result["n_ok"] == 8
 
 
+@pytest.mark.slow
 def test_a_search_without_a_server(tmp_path, monkeypatch):
     """The embedded model, and no trainer; iterations are counted, and cycles of them share one archive."""
     monkeypatch.setattr(team, "Trainer", None)
