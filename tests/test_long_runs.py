@@ -20,7 +20,7 @@ from files import in_order
 from sandbox import Limits, Sandbox
 from sessions import fill_folder
 from small import start
-from watch import count_in, family_of, pss_of, size_of, stat_of
+from watch import anonymous_of, count_in, family_of, size_of, stat_of
 
 MIB = 1 << 20
 SNIPPETS = ["print(1)", "x = [0] * 10**9", "raise ValueError('x')", "import os; os.fork()", "print('a' * 100_000)",
@@ -148,7 +148,7 @@ def soak_sandbox(n: int) -> list[float]:
             assert set(statuses) == {"ok", "error", "killed"}
             wait_for_rest(pid, rest)
             assert count_in(Path("/proc/self/fd")) == own
-            sizes.append(sum(map(pss_of, rest["processes"])) / MIB)
+            sizes.append(sum(map(anonymous_of, rest["processes"])) / MIB)
         assert not sandbox._jobs and not sandbox._answers
     assert max(sizes[-5:]) < max(sizes[:5]) + 0.5
     return sizes
@@ -183,7 +183,7 @@ def soak_retriever(n: int) -> list[float]:
             ask(url, n // 40, good)
             ask(url, n // 40, bad)
             wait_for_rest(process.pid, rest)
-            sizes.append(pss_of(process.pid) / MIB)
+            sizes.append(anonymous_of(process.pid) / MIB)
     finally:
         process.terminate()
         process.communicate()

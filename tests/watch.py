@@ -43,6 +43,17 @@ def pss_of(pid: int) -> int:
         return 0                                        # gone
 
 
+def anonymous_of(pid: int) -> int:
+    """Bytes that are no file's. Unlike PSS it does not change when another process that shared a library ends."""
+    try:
+        found = re.search(r"^Anonymous:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    except PermissionError:                             # a jailed one: only root may look into it
+        found = re.search(r"^RssAnon:\s+(\d+)", status_of(pid), re.MULTILINE)
+    except OSError:
+        return 0                                        # gone
+    return int(found[1]) << 10 if found else 0
+
+
 def count_in(path: Path) -> int:
     try:
         return len(list(path.iterdir()))
