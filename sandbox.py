@@ -223,6 +223,8 @@ class Sandbox:
         its helper, and the next one knows nothing of it."""
         if job not in self._worker_jobs:
             return None
+        if op == "end":
+            self._worker_jobs.remove(job)
         self._tell({"op": op, "job": job})
         answer = self._await(job)
         return answer and answer[0]
